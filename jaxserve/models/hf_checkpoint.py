@@ -1,0 +1,120 @@
+"""A Hugging Face model directory: config.json, generation_config.json, safetensors.
+
+Owns the reading of these files. Never sees a parameter pytree or a tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from jaxserve.models import rope
+from jaxserve.models.decoder import DecoderConfig
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+
+# Buffers that old exporters wrote beside the parameters; recomputed, never read.
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|masked_bias$|attn\.bias$")
+
+
+def read_config(directory: Path, dtype: str) -> DecoderConfig:
+    """The decoder that config.json describes; EOS ids joined with the generation's.
+
+    Raises ValueError naming the field that this package has no code for.
+    """
+    top = _read_json(directory / "config.json")
+    text = {**top, **top.get("text_config", {})}
+    architectures = top.get("architectures") or [None]
+    if architectures[0] not in ARCHITECTURES:
+        raise ValueError(
+            f"architectures={architectures!r} is not supported; "
+            f"known: {', '.join(ARCHITECTURES)}"
+        )
+    for field, wanted in (
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+    ):
+        if text.get(field, wanted) != wanted:
+            raise ValueError(
+                f"{field}={text[field]!r} in config.json is not supported; "
+                f"only {wanted!r} is"
+            )
+    heads = text["num_attention_heads"]
+    head_dim = text.get("head_dim") or text["hidden_size"] // heads
+    generation = _read_json(directory / "generation_config.json", missing_ok=True)
+    eos = {*_ids(text.get("eos_token_id")), *_ids(generation.get("eos_token_id"))}
+    return DecoderConfig(
+        vocab_size=text["vocab_size"],
+        hidden_size=text["hidden_size"],
+        intermediate_size=text["intermediate_size"],
+        num_layers=text["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=text.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        norm_epsilon=text["rms_norm_eps"],
+        rope_frequencies=rope.inverse_frequencies(head_dim, _rope_parameters(text)),
+        tied=bool(text.get("tie_word_embeddings", False)),
+        context_length=text["max_position_embeddings"],
+        eos_ids=tuple(sorted(eos)),
+        dtype=dtype,
+    )
+
+
+def _rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Both spellings: `rope_parameters` of transformers 5, and before it `rope_theta`
+    beside `rope_scaling`, whose kind was once called "type"."""
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type")
+    theta = scaling.get("rope_theta") or text.get("rope_theta") or 10000.0
+    return {**scaling, "rope_type": kind, "rope_theta": theta}
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+
+def _read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
+    if not path.exists():
+        if missing_ok:
+            return {}
+        raise FileNotFoundError(f"{path} is missing; is this a model directory?")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+class SafetensorsSource:
+    """A `TensorSource` over model.safetensors, or the shards that an index lists."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open the files; raises FileNotFoundError naming a missing shard."""
+        index = directory / "model.safetensors.index.json"
+        if index.exists():
+            named = _read_json(index)["weight_map"]
+            files = sorted(set(named.values()))
+        else:
+            files = ["model.safetensors"]
+        self._slices: dict[str, Any] = {}
+        for file in files:
+            path = directory / file
+            if not path.exists():
+                listed = f", a shard that {index.name} lists," if index.exists() else ""
+                raise FileNotFoundError(f"{path}{listed} is missing; fetch it again")
+            shard = safe_open(path, framework="np")
+            for name in shard.keys():
+                if not IGNORED.search(name):
+                    self._slices[name] = shard.get_slice(name)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every parameter of the files and its shape."""
+        return {name: tuple(part.get_shape()) for name, part in self._slices.items()}
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Elements [start, stop) of the first axis; bfloat16 as ml_dtypes has it."""
+        return self._slices[name][start:stop]

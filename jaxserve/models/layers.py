@@ -1,0 +1,48 @@
+"""The arithmetic that decoder layers share: linear, RMS norm, gated MLP.
+
+Owns precision: activations and the residual are float32; a matmul takes both operands
+in the weight's dtype and accumulates in float32. Never sees a cache or a config.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """f32[T, K] times weight[K, N] -> f32[T, N]."""
+    return _dot(x, weight, weight_axis=0)
+
+
+def project_to_vocab(x: jax.Array, embedding: jax.Array) -> jax.Array:
+    """f32[R, d] times the transpose of embedding[V, d] -> f32[R, V].
+
+    The head lies as the embedding does, so that tied models keep one copy.
+    """
+    return _dot(x, embedding, weight_axis=1)
+
+
+def _dot(x: jax.Array, weight: jax.Array, weight_axis: int) -> jax.Array:
+    # bf16 x bf16 -> f32 reaches the matrix units of CPUs, GPUs and TPUs. Full precision
+    # has to be asked for: float32 is rounded to tf32 or bf16 on the latter two.
+    exact = weight.dtype == jnp.float32
+    return jax.lax.dot_general(
+        x.astype(weight.dtype),
+        weight,
+        (((1,), (weight_axis,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """f32[..., d] scaled to unit root mean square, then by weight f32[d]."""
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(mean_square + jnp.float32(epsilon)) * weight[None, :]
+
+
+def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    """SwiGLU (Shazeer 2020): f32[T, d] -> f32[T, d]; gate_up is [d, 2F], gate first."""
+    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
+    return linear(jax.nn.silu(gate) * up, down)
