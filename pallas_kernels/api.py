@@ -1,0 +1,133 @@
+"""The one attention interface over paged KV, and the one way to write KV rows.
+
+Owns the argument rules and the order in which implementations are tried. Never sees a
+layer, a model or a block pool: the caller folds layers into pages.
+
+Axes: T tokens of the batch, R rows (sequences), M columns of a row's block list,
+NP pages (layers x blocks), B tokens a page, Hq query heads, Hkv KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import reference, xla
+
+Implementation = Callable[..., jax.Array]
+"""`paged_attention` without the name; NotImplementedError: not for these arguments."""
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "xla": xla.paged_attention,
+    "reference": reference.paged_attention,
+}
+"""By name, in the order tried."""
+
+_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+
+
+def paged_attention(
+    q: jax.Array,  # [T, Hq, D] f32 or bf16
+    pages: jax.Array,  # [NP, B, Hkv, 2, D] f32 or bf16; K is [..., 0, :], V [..., 1, :]
+    table: jax.Array,  # i32[R, M] page behind each column; every entry in [0, NP)
+    kv_lens: jax.Array,  # i32[R] KV rows to attend to, the batch's own included
+    cu_q_lens: jax.Array,  # i32[R + 1] where each row's tokens start
+    num_decode: jax.Array,  # i32[] rows of exactly one token; they come first
+    *,
+    scale: float,
+    implementation: str | None = None,
+) -> jax.Array:  # [T, Hq, D], dtype of q
+    """Causal attention of a ragged batch: decode rows first, then prompt chunks.
+
+    Query j of a row with n queries sits at position kv_len - n + j and attends to the
+    row's KV rows up to and including that position. Query head h reads KV head
+    h // (Hq // Hkv). The softmax is in float32. The batch's own KV rows must have been
+    written before (`write_kv`).
+
+    Rows [0, num_decode) hold exactly one token each, idle ones (kv_len 0) included;
+    later rows hold kv_len >= n >= 0 tokens. Tokens of idle rows and tokens past
+    cu_q_lens[R] come out finite. KV rows past a row's kv_len may hold anything, NaN
+    included.
+
+    Args:
+      scale: factor on the logits, usually D**-0.5.
+      implementation: a name in `IMPLEMENTATIONS`; None takes the first that accepts the
+        arguments.
+
+    Raises:
+      ValueError: a shape or dtype breaks the rules above, or the name is unknown.
+      NotImplementedError: the named implementation does not take these arguments.
+      ExceptionGroup: none takes them; it holds the reason of each.
+    """
+    _check(q, pages, table, kv_lens, cu_q_lens, num_decode)
+    arguments = (q, pages, table, kv_lens, cu_q_lens, num_decode)
+    if implementation is not None:
+        if implementation not in IMPLEMENTATIONS:
+            known = ", ".join(map(repr, IMPLEMENTATIONS))
+            raise ValueError(f"{implementation=} is unknown; known are {known}")
+        return IMPLEMENTATIONS[implementation](*arguments, scale=scale)
+    errors: list[Exception] = []
+    for name, attend in IMPLEMENTATIONS.items():
+        try:
+            return attend(*arguments, scale=scale)
+        except NotImplementedError as error:
+            error.add_note(f"from implementation {name!r}")
+            errors.append(error)
+    raise ExceptionGroup("no implementation of paged_attention applies", errors)
+
+
+def write_kv(
+    pages: jax.Array,  # [NP, B, Hkv, 2, D]
+    k: jax.Array,  # [T, Hkv, D]
+    v: jax.Array,  # [T, Hkv, D]
+    page_ids: jax.Array,  # i32[T]; NP or more writes nothing
+    offsets: jax.Array,  # i32[T] in [0, B)
+) -> jax.Array:  # pages
+    """Write row t of k and v to pages[page_ids[t], offsets[t]], in place when donated.
+
+    K and V are rounded to the pages' dtype. Two tokens must not share an address. A
+    negative page id is no sentinel: like any JAX index it counts from the end.
+    """
+    rows = jnp.stack([k, v], axis=2).astype(pages.dtype)  # [T, Hkv, 2, D]
+    return pages.at[page_ids, offsets].set(rows, mode="drop")
+
+
+def _check(
+    q: jax.Array,
+    pages: jax.Array,
+    table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_decode: jax.Array,
+) -> None:
+    for name, array, axes in (
+        ("q", q, "[T, Hq, D]"),
+        ("pages", pages, "[NP, B, Hkv, 2, D]"),
+        ("table", table, "[R, M]"),
+        ("kv_lens", kv_lens, "[R]"),
+        ("cu_q_lens", cu_q_lens, "[R + 1]"),
+        ("num_decode", num_decode, "[]"),
+    ):
+        rank = len(axes.split(",")) if axes != "[]" else 0
+        if array.ndim != rank:
+            raise ValueError(f"{name} of shape {array.shape} must be {axes}")
+    if q.dtype not in _DTYPES or pages.dtype not in _DTYPES:
+        raise ValueError(
+            f"q of {q.dtype} and pages of {pages.dtype} must be float32 or bfloat16"
+        )
+    _, query_heads, head_size = q.shape
+    _, _, kv_heads, two, page_head_size = pages.shape
+    if two != 2 or page_head_size != head_size:
+        raise ValueError(
+            f"pages of shape {pages.shape} must end in (2, D) with D={head_size} of q"
+        )
+    if query_heads % kv_heads:
+        raise ValueError(f"Hq={query_heads} of q must be a multiple of {kv_heads=}")
+    rows = table.shape[0]
+    if kv_lens.shape != (rows,) or cu_q_lens.shape != (rows + 1,):
+        raise ValueError(
+            f"kv_lens of shape {kv_lens.shape} and cu_q_lens of shape "
+            f"{cu_q_lens.shape} must be [R] and [R + 1], with R={rows} of table"
+        )

@@ -1,0 +1,86 @@
+"""Ragged batches for the attention suite: random values where a token may look, NaN in
+every KV row that none may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+
+class Shape(NamedTuple):
+    """What fixes a compiled program; see the axes in `pallas_kernels.api`."""
+
+    tokens: int = 64  # T
+    rows: int = 8  # R
+    columns: int = 20  # M
+    block: int = 16  # B
+    kv_heads: int = 3  # Hkv
+    groups: int = 3  # Hq // Hkv
+    head_size: int = 64  # D
+    q_dtype: str = "float32"
+    kv_dtype: str = "float32"
+
+    @property
+    def capacity(self) -> int:
+        """KV rows that a full table reaches."""
+        return self.columns * self.block
+
+
+class Batch(NamedTuple):
+    """The arguments of `paged_attention`, as NumPy arrays."""
+
+    q: np.ndarray  # [T, Hq, D]
+    pages: np.ndarray  # [NP, B, Hkv, 2, D]
+    table: np.ndarray  # i32[R, M]
+    kv_lens: np.ndarray  # i32[R]
+    cu_q_lens: np.ndarray  # i32[R + 1]
+    num_decode: np.ndarray  # i32[]
+
+
+def make_batch(
+    shape: Shape,
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    num_decode: int | None = None,
+    shared_columns: int = 0,
+    seed: int = 0,
+) -> Batch:
+    """A batch whose first rows have these lengths; further rows are padding.
+
+    Each row's blocks lie anywhere in the pool and its unused columns name pages of
+    other rows. num_decode None counts the leading rows of one token. The first
+    `shared_columns` blocks of all rows are those of row 0.
+    """
+    rng = np.random.default_rng(seed)
+    q_lens = np.array([*q_lens, *[0] * (shape.rows - len(q_lens))], np.int32)
+    kv_lens = np.array([*kv_lens, *[0] * (shape.rows - len(kv_lens))], np.int32)
+    if num_decode is None:
+        num_decode = int(np.argmax(np.append(q_lens, 0) != 1))
+    num_pages = shape.rows * shape.columns + 2
+    table = rng.permutation(num_pages)[: shape.rows * shape.columns]
+    table = table.reshape(shape.rows, shape.columns).astype(np.int32)
+    table[:, :shared_columns] = table[0, :shared_columns]
+    page_shape = (num_pages, shape.block, shape.kv_heads, 2, shape.head_size)
+    pages = np.full(page_shape, np.nan, np.float32)
+    for row, kv_len in enumerate(kv_lens):
+        # A shared block is filled as far as the longest of its rows reaches.
+        for column in range(-(-kv_len // shape.block)):
+            page = pages[table[row, column]][: kv_len - column * shape.block]
+            fresh = rng.standard_normal(page.shape, np.float32)
+            page[...] = np.where(np.isnan(page), fresh, page)
+    for row, kv_len in enumerate(kv_lens):
+        unused = -(-kv_len // shape.block)
+        table[row, unused:] = rng.integers(num_pages, size=shape.columns - unused)
+    q_shape = (shape.tokens, shape.kv_heads * shape.groups, shape.head_size)
+    return Batch(
+        q=rng.standard_normal(q_shape, np.float32).astype(jnp.dtype(shape.q_dtype)),
+        pages=pages.astype(jnp.dtype(shape.kv_dtype)),
+        table=table,
+        kv_lens=kv_lens,
+        cu_q_lens=np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32),
+        num_decode=np.int32(num_decode),
+    )
