@@ -1,0 +1,33 @@
+"""jaxserve: LLM serving as a JAX program, and a laboratory for its scheduling.
+
+Names are imported when first used: the host half (`jaxserve.scheduling`, `.metrics`)
+works without JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig as EngineConfig
+    from jaxserve.config import SamplingParams as SamplingParams
+    from jaxserve.engine import Engine as Engine
+    from jaxserve.llm import LLM as LLM
+    from jaxserve.outputs import RequestOutput as RequestOutput
+
+_HOME = {
+    "LLM": "jaxserve.llm",
+    "Engine": "jaxserve.engine",
+    "EngineConfig": "jaxserve.config",
+    "SamplingParams": "jaxserve.config",
+    "RequestOutput": "jaxserve.outputs",
+}
+
+__all__ = ["LLM", "Engine", "EngineConfig", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,266 @@
+"""What a user may set: sampling of one request, and the shape of one engine.
+
+Owns the validation of every field (each error names field, value, rule and remedy) and
+the list of compiled launch shapes. Never sees a model, a device array or a request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Sequence
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing by them would only round to a one-hot."""
+
+
+def _require(ok: bool, field: str, value: object, rule: str) -> None:
+    if not ok:
+        raise ValueError(f"{field}={value!r} {rule}")
+
+
+def _integer(field: str, value: object, low: int, hint: str = "") -> None:
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_int or int(value) < low:  # type: ignore[call-overload]
+        raise ValueError(f"{field}={value!r} must be an integer >= {low}{hint}")
+
+
+def _real(field: str, value: object, low: float, high: float, hint: str = "") -> None:
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_real or not low <= float(value) <= high or math.isinf(float(value)):  # type: ignore[arg-type]
+        span = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g} and finite"
+        raise ValueError(f"{field}={value!r} must be a number {span}{hint}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it stops (vLLM's meanings).
+
+    Attributes:
+      temperature: 0 (or anything under 1e-5) is greedy; else logits are divided by it.
+      top_k: keep the k likeliest tokens; 0 and -1 keep all.
+      top_p: keep the smallest set of tokens whose probability reaches top_p (nucleus
+        sampling, Holtzman et al. 2020); 0 keeps the likeliest token alone.
+      min_p: drop tokens less likely than min_p times the likeliest.
+      seed: fixes the random stream; None derives one from the engine's seed and the
+        order of submission. Either way the stream is keyed by position, so that batch
+        mates, chunking and preemption do not change it.
+      max_tokens: most output tokens; None allows all that max_model_len leaves.
+      min_tokens: stop tokens cannot be drawn, nor stop strings end the text, before
+        this many output tokens.
+      stop: text(s) that end the output; the match is cut off.
+      stop_token_ids: token ids that end the output, also under ignore_eos.
+      ignore_eos: the model's own end-of-sequence ids do not stop this request.
+      logprobs: how many of the likeliest tokens to report for each output token
+        (natural log of the unscaled distribution); 0 reports the chosen one alone.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _real("temperature", self.temperature, 0.0, math.inf, "; 0 is greedy")
+        _integer("top_k", self.top_k, -1, "; 0 or -1 keeps all tokens")
+        _real("top_p", self.top_p, 0.0, 1.0, "; 1 keeps all tokens")
+        _real("min_p", self.min_p, 0.0, 1.0, "; 0 keeps all tokens")
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), " and < 2**64, or None")
+            _require(self.seed < 2**64, "seed", self.seed, "must be < 2**64, or None")
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, ", or None for no limit")
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} must not exceed "
+                f"max_tokens={self.max_tokens}; lower it or raise max_tokens"
+            )
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, ", or None for none")
+        _require(
+            isinstance(self.ignore_eos, bool),
+            "ignore_eos",
+            self.ignore_eos,
+            "must be True or False",
+        )
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        for text in stop:
+            ok = isinstance(text, str) and text != ""
+            _require(ok, "stop", text, "must be a non-empty string, or several")
+        ids = tuple(self.stop_token_ids or ())
+        for token in ids:
+            _integer("stop_token_ids", token, 0)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", ids)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature < GREEDY_BELOW
+
+
+def bucket(value: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds `value`; the one rule for warm-up and run time."""
+    for size in buckets:
+        if value <= size:
+            return size
+    raise ValueError(f"{value} exceeds the largest bucket of {tuple(buckets)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """The static sizes of one engine: everything that decides an array's shape.
+
+    Attributes:
+      num_blocks: P, blocks of KV memory.
+      block_size: B, tokens a block.
+      max_slots: S, requests that run at once.
+      max_blocks_per_slot: M, columns of a slot's block list.
+      decode_steps: N, most steps a launch.
+      max_edits: K, most block edits of each kind a launch.
+      num_handles: H, names for cached blocks. More than P, since a handle retired in a
+        plan is not reused in it.
+      max_logprobs: W, likeliest tokens reported a step.
+      max_stop_ids: E, token ids that stop one request.
+      row_buckets: sizes of the row axis R, ascending; the last is max_slots or more.
+      token_buckets: sizes of the token axis T of the mixed step, ascending.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_slots: int
+    max_blocks_per_slot: int
+    decode_steps: int
+    max_edits: int
+    num_handles: int
+    max_logprobs: int
+    max_stop_ids: int
+    row_buckets: tuple[int, ...]
+    token_buckets: tuple[int, ...]
+
+    def blocks(self, tokens: int) -> int:
+        """How many blocks `tokens` KV rows fill, the last one perhaps in part."""
+        return -(-tokens // self.block_size)
+
+    def launch_shape(self, rows: int, tokens: int) -> tuple[int, int]:
+        """(R, T) of the launch that holds `rows` rows and `tokens` mixed-step tokens.
+
+        T = 0 is the launch that only edits blocks; it comes in the largest R alone.
+        """
+        if tokens == 0:
+            return self.row_buckets[-1], 0
+        r = bucket(rows, self.row_buckets)
+        return r, max(r, bucket(tokens, self.token_buckets))
+
+    def launch_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Every (R, T) that `launch_shape` can return: the whole compiled set."""
+        mixed = {(r, max(r, t)) for r in self.row_buckets for t in self.token_buckets}
+        return ((self.row_buckets[-1], 0), *sorted(mixed))
+
+
+def _ladder(low: int, high: int, factor: int) -> tuple[int, ...]:
+    sizes = []
+    while low < high:
+        sizes.append(low)
+        low *= factor
+    return (*sizes, high)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What one engine is asked for; frozen, validated, hashable.
+
+    Attributes:
+      max_model_len: most tokens of prompt and output together.
+      max_num_seqs: most requests running at once.
+      max_num_batched_tokens: token budget of a step: decode rows and prompt tokens.
+      block_size: tokens of a KV block; a power of two.
+      num_blocks: KV blocks; None takes what max_num_seqs sequences of full length need,
+        within `cache_bytes`.
+      cache_bytes: bound on the KV cache when num_blocks is None.
+      enable_prefix_caching: share the blocks of equal prompt prefixes.
+      num_scheduler_steps: decode steps a launch (N-step scheduling).
+      launches_in_flight: launches submitted before the oldest is read; 1 is synchronous.
+      max_chunk_tokens: most prompt tokens of one request in a step; None is no cap.
+      skip_limit: how often requests may pass one that waits for memory.
+      seed: of the random streams of unseeded requests.
+      max_logprobs: the largest `SamplingParams.logprobs` accepted.
+    """
+
+    max_model_len: int = 2048
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    num_blocks: int | None = None
+    cache_bytes: int = 2**30
+    enable_prefix_caching: bool = True
+    num_scheduler_steps: int = 1
+    launches_in_flight: int = 1
+    max_chunk_tokens: int | None = None
+    skip_limit: int = 0
+    seed: int = 0
+    max_logprobs: int = 20
+
+    def __post_init__(self) -> None:
+        for field in ("max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps"):
+            _integer(field, getattr(self, field), 1)
+        _integer("max_model_len", self.max_model_len, 2, ": a prompt and an output")
+        _integer("block_size", self.block_size, 1)
+        if self.block_size & (self.block_size - 1):
+            low = 1 << (self.block_size.bit_length() - 1)
+            raise ValueError(
+                f"block_size={self.block_size} must be a power of two; "
+                f"nearest are {low} and {2 * low}"
+            )
+        if self.num_blocks is not None:
+            _integer("num_blocks", self.num_blocks, 1, ", or None")
+        _integer("cache_bytes", self.cache_bytes, 1)
+        _integer("launches_in_flight", self.launches_in_flight, 1)
+        _require(
+            self.launches_in_flight <= 3,
+            "launches_in_flight",
+            self.launches_in_flight,
+            "must be 1, 2 or 3: more only delays what the host learns",
+        )
+        if self.max_chunk_tokens is not None:
+            _integer("max_chunk_tokens", self.max_chunk_tokens, 1, ", or None")
+        _integer("skip_limit", self.skip_limit, 0)
+        _integer("seed", self.seed, 0)
+        _integer("max_logprobs", self.max_logprobs, 0)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at "
+                f"least max_num_seqs={self.max_num_seqs}, or running requests could "
+                "not all decode in one step; raise it or lower max_num_seqs"
+            )
+
+    def shape(self, num_blocks: int) -> EngineShape:
+        """The static sizes of an engine with `num_blocks` blocks."""
+        columns = -(-self.max_model_len // self.block_size)
+        rows = _ladder(min(8, self.max_num_seqs), self.max_num_seqs, 4)
+        budget = self.max_num_batched_tokens
+        edits = max(columns, budget)
+        return EngineShape(
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            max_slots=self.max_num_seqs,
+            max_blocks_per_slot=columns,
+            decode_steps=self.num_scheduler_steps,
+            max_edits=edits,
+            num_handles=num_blocks + edits,
+            max_logprobs=self.max_logprobs,
+            max_stop_ids=8,
+            row_buckets=rows,
+            token_buckets=tuple(
+                sorted({*rows, *_ladder(min(128, budget), budget, 4)})
+            ),
+        )

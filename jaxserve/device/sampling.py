@@ -1,0 +1,162 @@
+"""From logits to tokens, row by row: no row sees another, whatever the batch.
+
+Owns sampling and log-probabilities. Never sees a slot, a page or a request. One program
+serves every mix of rows: the parts that nobody needs (random draws, truncation,
+log-probabilities) are skipped at run time by `lax.cond`, so a first request with a new
+parameter compiles nothing.
+Axes: R rows, V vocabulary, E stop ids, W top log-probabilities.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+F32, I32, U32 = jnp.float32, jnp.int32, jnp.uint32
+
+
+class RowParams(NamedTuple):
+    """Sampling parameters of each row, gathered from its slot."""
+
+    key: jax.Array  # u32[R, 2] threefry key data of the request's seed
+    sample_index: jax.Array  # i32[R]
+    position: jax.Array  # i32[R] index in the sequence of the token to be drawn
+    temperature: jax.Array  # f32[R] 0 = greedy
+    top_k: jax.Array  # i32[R] 0 or less = all
+    top_p: jax.Array  # f32[R]
+    min_p: jax.Array  # f32[R]
+    barred: jax.Array  # i32[R, E] ids that may not be drawn; negative = none
+
+
+class Logprobs(NamedTuple):
+    """Natural logs of the unscaled distribution; zeros where no row wants them."""
+
+    chosen: jax.Array  # f32[R]
+    rank: jax.Array  # i32[R] 1 = the likeliest
+    top_ids: jax.Array  # i32[R, W]
+    top: jax.Array  # f32[R, W] descending
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """Map f32 to u32 so that order is kept: a threshold search needs only bits."""
+    bits = lax.bitcast_convert_type(x, U32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | U32(1 << 31))
+
+
+def _threshold(bits: jax.Array, mass: jax.Array, goal: jax.Array) -> jax.Array:
+    """The highest t for which the entries with bits >= t together weigh >= goal.
+
+    A binary search over 32 bits: exact, and many times cheaper than sorting V entries.
+
+    Args:
+      bits: u32[R, V] ordered keys. mass: f32[R, V] weights. goal: f32[R].
+    """
+
+    def narrow(i: jax.Array, t: jax.Array) -> jax.Array:
+        higher = t | (U32(1 << 31) >> i.astype(U32))
+        kept = jnp.where(bits >= higher[:, None], mass, F32(0)).sum(axis=1)
+        return jnp.where(kept >= goal, higher, t)
+
+    return lax.fori_loop(0, 32, narrow, jnp.zeros(bits.shape[0], U32))
+
+
+def truncate(logits: jax.Array, params: RowParams) -> jax.Array:
+    """-inf for the tokens that top_k, then top_p, then min_p exclude; f32[R, V].
+
+    Ties with the last kept token are kept. `logits` are already scaled by temperature;
+    top_p is of the distribution that top_k left, min_p relative to its likeliest token
+    (Nguyen et al. 2024).
+    """
+    rows, vocab = logits.shape
+    bits = _ordered(logits)
+    wide = (params.top_k <= 0) | (params.top_k > vocab)
+    k = jnp.where(wide, vocab, params.top_k).astype(F32)
+    kept = bits >= _threshold(bits, jnp.ones_like(logits), k)[:, None]
+    probs = jax.nn.softmax(jnp.where(kept, logits, -jnp.inf), axis=-1)
+    # Rounding may leave the whole sum just under 1, and top_p = 0 must keep one token.
+    total = probs.sum(axis=-1)
+    goal = jnp.where(params.top_p >= 1, F32(0), params.top_p * total)
+    nucleus = bits >= _threshold(bits, probs, jnp.maximum(goal, F32(1e-30)))[:, None]
+    kept &= nucleus | (params.top_p >= 1)[:, None]
+    floor = params.min_p * probs.max(axis=-1)
+    kept &= probs >= floor[:, None]
+    return jnp.where(kept, logits, -jnp.inf)
+
+
+def row_keys(params: RowParams) -> jax.Array:
+    """fold_in(fold_in(key(seed), sample_index), position) of each row."""
+
+    def one(data: jax.Array, index: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(data, impl="threefry2x32")
+        return jax.random.fold_in(jax.random.fold_in(key, index), position)
+
+    return jax.vmap(one)(params.key, params.sample_index, params.position)
+
+
+def sample(logits: jax.Array, params: RowParams) -> jax.Array:
+    """One token a row, i32[R], from f32[R, V] logits.
+
+    Random rows take the argmax of logits / temperature plus Gumbel noise drawn from the
+    row's own key, so a row's token depends on its request and position alone.
+    """
+    rows, vocab = logits.shape
+
+    def barred(x: jax.Array) -> jax.Array:
+        column = jnp.where(params.barred < 0, vocab, params.barred)
+        row = jnp.arange(rows, dtype=I32)[:, None]
+        return x.at[row, column].set(-jnp.inf, mode="drop")
+
+    logits = lax.cond((params.barred >= 0).any(), barred, lambda x: x, logits)
+    greedy = params.temperature <= 0
+
+    def draw(x: jax.Array) -> jax.Array:
+        scaled = x / jnp.where(greedy, F32(1), params.temperature)[:, None]
+        narrow = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+        scaled = lax.cond(
+            (narrow & ~greedy).any(),
+            lambda y: jnp.where(narrow[:, None], truncate(y, params), y),
+            lambda y: y,
+            scaled,
+        )
+        noise = jax.vmap(lambda k: jax.random.gumbel(k, (vocab,), F32))(
+            row_keys(params)
+        )
+        x = jnp.where(greedy[:, None], x, scaled + noise)
+        return jnp.argmax(x, axis=-1).astype(I32)
+
+    def likeliest(x: jax.Array) -> jax.Array:
+        return jnp.argmax(x, axis=-1).astype(I32)
+
+    return lax.cond(greedy.all(), likeliest, draw, logits)
+
+
+def logprobs(
+    logits: jax.Array, tokens: jax.Array, wanted: jax.Array, *, width: int
+) -> Logprobs:
+    """Log-probabilities of the chosen tokens and of the `width` likeliest.
+
+    Args:
+      logits: f32[R, V]; tokens: i32[R]; wanted: bool[R]. Computed if any row wants them.
+    """
+    rows, vocab = logits.shape
+    width = min(width, vocab)
+
+    def compute() -> Logprobs:
+        logs = jax.nn.log_softmax(logits, axis=-1)
+        chosen = jnp.take_along_axis(logs, tokens[:, None], axis=1)[:, 0]
+        rank = 1 + (logs > chosen[:, None]).sum(axis=1, dtype=I32)
+        top, ids = lax.top_k(logs, width)
+        return Logprobs(chosen, rank, ids.astype(I32), top)
+
+    def skip() -> Logprobs:
+        return Logprobs(
+            jnp.zeros(rows, F32),
+            jnp.zeros(rows, I32),
+            jnp.zeros((rows, width), I32),
+            jnp.zeros((rows, width), F32),
+        )
+
+    return lax.cond(wanted.any(), compute, skip)

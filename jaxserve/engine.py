@@ -1,0 +1,406 @@
+"""The loop: add, plan, submit, observe.
+
+Owns requests from submission to their last output, and the launches in flight. Never
+sees a device array or a physical block. Token ids in, token ids out; a tokenizer only
+adds text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxserve import validation
+from jaxserve.config import EngineConfig, EngineShape, SamplingParams
+from jaxserve.core import Event, Request, StepOutput
+from jaxserve.executors.base import Executor, Ticket
+from jaxserve.live import Decoder, Live
+from jaxserve.models.base import Model, Params
+from jaxserve.outputs import RequestOutput
+from jaxserve.scheduling.policies import Policy, fcfs
+from jaxserve.scheduling.running import Launch
+from jaxserve.scheduling.scheduler import Observed, Scheduler
+
+MakeExecutor = Callable[[Model, Params, EngineShape], Executor]
+
+
+class _Flight(NamedTuple):
+    launch: Launch
+    ticket: Ticket
+    number: int
+    submitted_s: float
+    host_s: float  # time it took to plan
+
+
+class Engine:
+    """Serves requests with one model on one executor.
+
+    Args:
+      model: implements `models.base.Model`; frozen and hashable.
+      params: its weights, a pytree; an argument of every launch, never copied.
+      config: sizes and switches.
+      policy: orders requests; default first come, first served.
+      tokenizer: adds text and stop strings to the outputs.
+      executor: makes what runs the plans; default JAX's default device.
+      on_event: called with every `core.Event`, in order.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Params,
+        config: EngineConfig | None = None,
+        policy: Policy | None = None,
+        tokenizer: Decoder | None = None,
+        *,
+        executor: MakeExecutor | None = None,
+        on_event: Callable[[Event], None] | None = None,
+    ):
+        self.config = config or EngineConfig()
+        self.shape = self.config.shape(num_blocks(model, self.config))
+        self._model = model
+        self._tokenizer = tokenizer
+        self._on_event = on_event
+        self.executor = (executor or _jax_executor)(model, params, self.shape)
+        self._scheduler = Scheduler(self.config, self.shape, policy or fcfs())
+        self._flights: deque[_Flight] = deque()
+        self._future: list[tuple[float, int, Live]] = []  # heap by arrival
+        self._live: dict[str, Live] = {}  # by request id
+        self._by_index: dict[int, Live] = {}
+        self._aborted: list[RequestOutput] = []  # to be returned by the next step
+        self._submitted = 0
+        self._broken: str | None = None
+        self._totals = dict.fromkeys(
+            ("launches", "steps", "padded_tokens", "prefill_tokens", "output_tokens"), 0
+        )
+        self._host_s = 0.0
+
+    # Requests --------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        user: str | None = None,
+        deadline_s: float | None = None,
+        tags: Mapping[str, str] | None = None,
+        cache_salt: str | None = None,
+        *,
+        prompt: str | None = None,
+    ) -> None:
+        """Submit a request; it is served by later calls of `step`.
+
+        Args:
+          request_id: unique among the requests that have not ended.
+          prompt_token_ids: at least one token id.
+          sampling_params: default `SamplingParams()`.
+          arrival_time: seconds on the engine's clock (`now`); a future one keeps the
+            request out of sight until then. None = now.
+          priority: lower goes first, under policies that look at it.
+          user, tags: whom and what it is for, under policies that look at them.
+          deadline_s: when its last token should be there, on the engine's clock.
+          cache_salt: only requests of the same salt share cached blocks.
+          prompt: its text, returned with the output.
+
+        Raises:
+          ValueError: the request cannot be served; nothing has changed.
+        """
+        params = sampling_params or SamplingParams()
+        if not isinstance(request_id, str) or not request_id:
+            raise ValueError(f"request_id={request_id!r} must be a non-empty string")
+        if request_id in self._live:
+            raise ValueError(
+                f"request_id={request_id!r} is in use by a request that has not ended; "
+                "choose another id, or abort that one first"
+            )
+        vocab, config, shape = self._model.vocab_size, self.config, self.shape
+        ids = validation.check_prompt(prompt_token_ids, vocab, config, shape)
+        has_text = self._tokenizer is not None
+        validation.check_params(params, vocab, config, has_text=has_text)
+        validation.check_terms(
+            arrival_time=arrival_time,
+            priority=priority,
+            user=user,
+            deadline_s=deadline_s,
+            tags=tags,
+            cache_salt=cache_salt,
+        )
+        request = Request(
+            request_id,
+            self._submitted,
+            ids,
+            params,
+            max_output_tokens=validation.output_limit(len(ids), params, config, shape),
+            stop_ids=validation.stop_ids(params, self._model.eos_ids, shape),
+            arrival_s=self.now() if arrival_time is None else float(arrival_time),
+            priority=int(priority),
+            user=user,
+            deadline_s=deadline_s,
+            tags=tags,
+            cache_salt=cache_salt,
+        )
+        live = Live(request, self._tokenizer, prompt)
+        self._submitted += 1
+        self._live[request_id] = live
+        self._by_index[request.index] = live
+        heapq.heappush(self._future, (request.arrival_s, request.index, live))
+
+    def abort_request(self, request_id: str) -> bool:
+        """End a request now; False if no live request has this id.
+
+        Its slot and blocks are given back by the next launch, tokens still in flight are
+        dropped, and the id may be used again at once. The next `step` returns its output
+        with finish_reason "abort".
+        """
+        live = self._live.get(request_id)
+        if live is None:
+            return False
+        waits = [entry for entry in self._future if entry[2] is not live]
+        arrived = len(waits) == len(self._future)
+        if not arrived:
+            self._future = waits
+            heapq.heapify(self._future)
+        self._finish(live, "abort", arrived=arrived)
+        self._aborted.append(live.output())
+        return True
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything left to return."""
+        return bool(self._live or self._aborted)
+
+    def now(self) -> float:
+        """Seconds on the engine's clock."""
+        return self.executor.now()
+
+    # The loop --------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Plan and submit one launch, and read the oldest once enough are in flight.
+
+        Returns the requests that got tokens or ended, with all of their output so far.
+        """
+        if self._broken:
+            raise RuntimeError(self._broken)
+        outputs, self._aborted = self._aborted, []
+        self._arrive()
+        outputs += self._turn()
+        while not self._scheduler.has_requests and (
+            self._flights or self._scheduler.has_chores
+        ):
+            outputs += self._turn()  # nobody is left: read and give back everything
+        if not outputs and self._future and not self._scheduler.has_requests:
+            self.executor.sleep_until(self._future[0][0])
+        return outputs
+
+    def _arrive(self) -> None:
+        now_s = self.now()
+        while self._future and self._future[0][0] <= now_s:
+            arrival_s, _, live = heapq.heappop(self._future)
+            self._scheduler.add(live.request)
+            prompt = len(live.request.prompt)
+            self._tell(live, "arrived", arrival_s=arrival_s, prompt_tokens=prompt)
+
+    def _turn(self) -> list[RequestOutput]:
+        start = time.perf_counter()
+        launch = self._scheduler.plan(self.now())
+        for event in self._scheduler.take_events():
+            self._emit(event)
+        host_s = time.perf_counter() - start
+        if launch:
+            submitted_s = self.now()
+            ticket = self.executor.submit(launch.plan, launch.who)
+            number = self._totals["launches"]
+            self._totals["launches"] += 1
+            flight = _Flight(launch, ticket, number, submitted_s, host_s)
+            self._flights.append(flight)
+        depth = self.config.launches_in_flight
+        if self._flights and (launch is None or len(self._flights) >= depth):
+            return self._read()
+        if launch is None and self._scheduler.has_requests:
+            self._break("no launch can be planned, though requests are waiting")
+        return []
+
+    def _read(self) -> list[RequestOutput]:
+        flight = self._flights.popleft()
+        output = self.executor.result(flight.ticket)
+        start = time.perf_counter()
+        try:
+            observed = self._scheduler.observe(flight.launch, output)
+        except RuntimeError as error:
+            self._break(str(error))
+        results = [self._absorb(seen) for seen in observed]
+        host_s = flight.host_s + time.perf_counter() - start
+        self._record(flight, output, observed, host_s)
+        return [result for result in results if result is not None]
+
+    def _absorb(self, seen: Observed) -> RequestOutput | None:
+        live = self._by_index[seen.request.index]
+        reason = live.absorb(seen.first_output, seen.stopped)
+        new = len(seen.request.output) - seen.first_output
+        self._totals["output_tokens"] += new
+        self._tell(
+            live,
+            "progressed",
+            slot=seen.slot,
+            prompt_tokens=seen.prompt_tokens,
+            output_tokens=new,
+        )
+        if reason:
+            self._finish(live, reason)
+        return live.output() if new or reason else None
+
+    def _finish(self, live: Live, reason: str, *, arrived: bool = True) -> None:
+        request = live.request
+        request.finish_reason = reason
+        if arrived:
+            self._scheduler.end(request)
+        del self._live[request.request_id]
+        del self._by_index[request.index]
+        self._tell(
+            live,
+            "finished",
+            reason=reason,
+            prompt_tokens=len(request.prompt),
+            cached_tokens=request.num_cached_tokens or 0,
+            output_tokens=len(request.output),
+        )
+
+    def _break(self, why: str) -> None:
+        self._broken = f"the engine has stopped: {why}"
+        raise RuntimeError(self._broken)
+
+    # Reports ---------------------------------------------------------------------------
+
+    def _tell(self, live: Live, kind: str, **data: Any) -> None:
+        request = live.request
+        event = Event(
+            kind, self.now(), request.request_id, {"index": request.index, **data}
+        )
+        self._scheduler.note(event)
+        live.note(event)
+        if self._on_event:
+            self._on_event(event)
+
+    def _emit(self, event: Event) -> None:
+        live = self._by_index.get(event.data["index"])
+        if live:
+            live.note(event)
+        if self._on_event:
+            self._on_event(event)
+
+    def _record(
+        self,
+        flight: _Flight,
+        output: StepOutput,
+        observed: Sequence[Observed],
+        host_s: float,
+    ) -> None:
+        plan, rows = flight.launch
+        ran = output.ran.sum(axis=1)
+        prefill = sum(row.prompt_tokens for row in rows)
+        decode = sum(not row.prompt_tokens for row in rows)
+        further = int((ran[1:] > 0).sum())
+        steps = further + (plan.tokens > 0)
+        sampled = int(ran.sum())
+        padded = plan.tokens - prefill - decode + further * plan.rows
+        padded -= int(ran[1:].sum())
+        self._totals["steps"] += steps
+        self._totals["padded_tokens"] += padded
+        self._totals["prefill_tokens"] += prefill
+        self._host_s += host_s
+        if not self._on_event:
+            return
+        data = {
+            "launch": flight.number,
+            "row_bucket": plan.rows,
+            "token_bucket": plan.tokens,
+            "prefill_tokens": prefill,
+            "decode_rows": decode,
+            "decode_tokens": sampled,
+            "padded_tokens": padded,
+            "steps": steps,
+            "slots": [
+                [row.running.slot, row.prompt_tokens, n]
+                for row, n in zip(
+                    rows, output.ran.sum(axis=0).tolist(), strict=False
+                )
+            ],
+            "num_free": output.num_free,
+            "live_handles": self._scheduler.cached_blocks,
+            "waiting": self._scheduler.num_waiting,
+            "running": self._scheduler.num_running,
+            "host_s": host_s,
+            "submitted_s": flight.submitted_s,
+        }
+        self._on_event(Event("launch", self.now(), None, data))
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters and gauges. Blocks are counted after every launch planned so far."""
+        scheduler, totals = self._scheduler, self._totals
+        return {
+            "num_blocks": self.shape.num_blocks,
+            "free_blocks": scheduler.free_blocks,
+            "cached_blocks": scheduler.cached_blocks,
+            "idle_cached_blocks": scheduler.idle_cached_blocks,
+            "cache_loss_blocks": scheduler.lost_blocks,
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting + len(self._future),
+            "compiles": self.executor.compiles,
+            "host_s": self._host_s,
+            **dataclasses.asdict(scheduler.counters),
+            **totals,
+        }
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block; running requests keep the ones they use.
+
+        What nobody uses is free again by the next launch, or at once when idle.
+        """
+        self._scheduler.reset_prefix_cache()
+        while not self._scheduler.has_requests and self._scheduler.has_chores:
+            self._turn()
+
+    def holds_nothing(self) -> bool:
+        """Whether no map of the engine or the scheduler has an entry of a request left."""
+        mine = self._live or self._by_index or self._flights or self._future
+        return not (mine or self._aborted) and self._scheduler.holds_nothing()
+
+
+def num_blocks(model: Model, config: EngineConfig) -> int:
+    """The KV blocks of an engine: as configured, else what fits in cache_bytes.
+
+    Never more than max_num_seqs sequences of full length can use, nor less than one.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    size = config.block_size
+    one, two = (model.page_shapes(n, size) for n in (1, 2))
+
+    def total(shapes: Mapping[str, Any]) -> int:
+        return sum(math.prod(s.shape) * s.dtype.itemsize for s in shapes.values())
+
+    a_block = total(two) - total(one)
+    a_sequence = -(-config.max_model_len // size)
+    fitting = config.cache_bytes // a_block
+    if fitting < a_sequence:
+        raise ValueError(
+            f"cache_bytes={config.cache_bytes} holds {fitting} blocks of {a_block} bytes, "
+            f"but one sequence of max_model_len={config.max_model_len} needs "
+            f"{a_sequence}; raise cache_bytes to {a_sequence * a_block} or lower "
+            "max_model_len"
+        )
+    return min(fitting, config.max_num_seqs * a_sequence)
+
+
+def _jax_executor(model: Model, params: Params, shape: EngineShape) -> Executor:
+    from jaxserve.executors.jax_executor import JaxExecutor
+
+    return JaxExecutor(model, params, shape)

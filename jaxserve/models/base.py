@@ -1,0 +1,63 @@
+"""What the engine asks of a model: pure functions over a params pytree and KV pages.
+
+Owns the Model protocol and the ragged batch that one forward pass takes. Never sees a
+request, a slot or a sampling parameter.
+
+Axes: T tokens of the batch, R rows (sequences), M columns of a row's block list,
+P blocks, B tokens a block, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+Params = Any
+"""A pytree of arrays; always an argument of a jitted function, never closed over."""
+
+Pages = dict[str, jax.Array]
+"""KV memory by cache group; donated to and returned by every forward."""
+
+
+class Batch(NamedTuple):
+    """A ragged batch: rows [0, num_decode) hold one query token each, then prompt chunks.
+
+    The tokens of row r are [cu_q_lens[r], cu_q_lens[r + 1]) of the token axis; what lies
+    past cu_q_lens[R] is padding, and so is a row without tokens.
+    """
+
+    tokens: jax.Array  # i32[T] token ids; padding: 0
+    positions: jax.Array  # i32[T] index in the sequence; padding: 0
+    write_block: jax.Array  # i32[T] block that takes the token's KV row; P = write none
+    table: jax.Array  # i32[R, M] block behind each column; P = hole
+    kv_lens: jax.Array  # i32[R] KV rows after this batch's writes; 0 = an idle row
+    cu_q_lens: jax.Array  # i32[R + 1] where each row's tokens start
+    num_decode: jax.Array  # i32[] rows that hold exactly one token, idle ones included
+    logit_index: jax.Array  # i32[R] token whose next-token logits row r wants
+
+
+class Model(Protocol):
+    """A decoder. Implementations are frozen and hashable: a static argument of jit."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the width of the logits."""
+        ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Token ids that end a sequence unless the request ignores them."""
+        ...
+
+    def page_shapes(
+        self, num_blocks: int, block_size: int
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of each cache group's pages for P blocks of B tokens."""
+        ...
+
+    def forward(
+        self, params: Params, pages: Pages, batch: Batch
+    ) -> tuple[jax.Array, Pages]:
+        """Write the batch's KV rows, attend, and return (f32[R, V] logits, pages)."""
+        ...

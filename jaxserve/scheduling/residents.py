@@ -1,0 +1,143 @@
+"""The requests that hold a slot: their columns, named or private, and their slots.
+
+Owns slots and which columns have names; keeps the budget and the prefix index in step
+with what a plan will do. Never decides who runs.
+"""
+
+from __future__ import annotations
+
+from jaxserve.config import EngineShape
+from jaxserve.core import Request
+from jaxserve.scheduling.budget import Budget
+from jaxserve.scheduling.plan_builder import PlanBuilder
+from jaxserve.scheduling.prefix_index import PrefixIndex, extend_keys, root_key
+from jaxserve.scheduling.running import Running
+
+
+class Residents:
+    """Requests in slots.
+
+    Args:
+      shape: static sizes.
+      caching: whether columns are named, so that others can share them.
+    """
+
+    def __init__(self, shape: EngineShape, *, caching: bool):
+        self._shape = shape
+        self._caching = caching
+        self._free_slots = list(range(shape.max_slots - 1, -1, -1))
+        self._producers: dict[bytes, Running] = {}  # who will name a key
+        self.running: dict[int, Running] = {}  # by submission index
+        self.index = PrefixIndex(shape.num_handles)
+        self.budget = Budget(shape, self.index)
+        self.lost_blocks = 0  # full columns that were given up without a name
+
+    @property
+    def slot_free(self) -> bool:
+        """Whether a slot is free in the plan being built."""
+        return bool(self._free_slots)
+
+    def keys(self, request: Request, weight_version: int, known: list[bytes]) -> None:
+        """Extend `known` by the key of every full block of the request's known tokens."""
+        if self._caching and (len(known) + 1) * self._shape.block_size <= (
+            request.num_tokens
+        ):
+            root = root_key(request.cache_salt, weight_version)
+            tokens = request.tokens(0, request.num_tokens)
+            extend_keys(known, root, tokens, self._shape.block_size)
+
+    def produced_soon(self, key: bytes) -> bool:
+        """Whether a running request computes the block of `key`, not yet to be adopted."""
+        return key in self._producers or self.index.find(key) is not None
+
+    @property
+    def producers(self) -> int:
+        """Keys that running requests will name."""
+        return len(self._producers)
+
+    def outstanding(self) -> int:
+        """Blocks that running requests still need to finish their prompts."""
+        return sum(self.needs(r) for r in self.running.values())
+
+    def needs(self, running: Running) -> int:
+        """Blocks that the request still needs to finish its prompt."""
+        blocks = self._shape.blocks
+        return max(0, blocks(running.context) - blocks(running.planned))
+
+    def take(
+        self, plan: PlanBuilder, request: Request, keys: list[bytes], hits: list[int]
+    ) -> Running:
+        """Give the request a free slot and the cached columns `hits`, already pinned."""
+        slot = self._free_slots.pop()
+        cached = len(hits) * self._shape.block_size
+        running = Running(
+            request=request,
+            slot=slot,
+            context=request.num_tokens,
+            planned=cached,
+            rows=cached,
+            keys=keys,
+            handles=list(hits),
+        )
+        plan.adopt += [(slot, column, handle) for column, handle in enumerate(hits)]
+        plan.admit.append((slot, request))
+        self.budget.count.adopt(slot, len(hits))
+        self.running[request.index] = running
+        for key in keys[len(hits) :]:
+            self._producers.setdefault(key, running)
+        return running
+
+    def resize(self, running: Running, planned: int) -> None:
+        """The request's KV rows after the launches planned so far, at most."""
+        running.planned = planned
+        self.budget.count.resize(running.slot, planned)
+
+    def name_columns(
+        self, plan: PlanBuilder, running: Running, rows: int, *, fresh: bool
+    ) -> None:
+        """Name the full columns of the first `rows` KV rows that have no name yet.
+
+        Args:
+          fresh: they are written by this plan, and named after its mixed step; else they
+            were written by earlier ones, and are named before anything else.
+        """
+        edits = plan.publish if fresh else plan.seal
+        full = min(rows // self._shape.block_size, len(running.keys))
+        for column in range(len(running.handles), full):
+            key = running.keys[column]
+            handle = self.index.find(key)
+            if handle is not None:  # another's block has this name: ours stays private
+                self.index.pin([handle])
+            else:
+                if not plan.can_name(edits):
+                    return
+                handle = self.index.publish(key, fresh=fresh)
+                if handle is None:
+                    return
+                edits.append((running.slot, column, handle))
+                self.budget.count.name(running.slot)
+            running.handles.append(handle)
+            if self._producers.get(key) is running:
+                del self._producers[key]
+
+    def release(self, plan: PlanBuilder, running: Running) -> None:
+        """Take the slot back, naming first what can be named."""
+        self.name_columns(plan, running, running.known_rows, fresh=False)
+        if self._caching:
+            full = running.planned // self._shape.block_size
+            self.lost_blocks += full - len(running.handles)
+        self.index.unpin(running.handles)
+        for key in running.keys:
+            if self._producers.get(key) is running:
+                del self._producers[key]
+        self.budget.count.release(running.slot)
+        plan.release.append(running.slot)
+        self._free_slots.append(running.slot)
+        running.released = True
+        del self.running[running.request.index]
+
+    def flush(self, plan: PlanBuilder) -> None:
+        """Retire the cached blocks that `PrefixIndex.reset` forgot, K a plan."""
+        while self.index.has_forgotten and plan.can_retire:
+            plan.retire.append(self.index.evict())
+            self.budget.count.retire(1)

@@ -1,0 +1,87 @@
+"""A request's stay in a slot, and a launch's memory of whom its rows served.
+
+Owns the host's progress of one admission. Never decides anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from jaxserve.core import Request, StepPlan
+
+
+@dataclasses.dataclass(slots=True)
+class Running:
+    """One admission of a request to a slot.
+
+    Attributes:
+      request, slot: who, and where until released.
+      context: tokens to compute before sampling: the prompt, and for a resumed request
+        the output it already had.
+      planned: KV rows after every launch planned so far, at most.
+      rows: KV rows after every launch read so far.
+      sampling: output tokens allowed in launches not read yet.
+      pending: KV rows that those launches may write.
+      keys: chained keys of the leading full blocks of its known tokens.
+      handles: pinned handles of its leading columns; a column whose key was live under
+        another's block stays private and pins that one, so that its chain stays whole.
+      released: the slot has been given back.
+    """
+
+    request: Request
+    slot: int
+    context: int
+    planned: int
+    rows: int
+    keys: list[bytes]
+    handles: list[int]
+    sampling: int = 0
+    pending: int = 0
+    released: bool = False
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether all of the context is planned, so that it decodes next."""
+        return self.planned >= self.context
+
+    @property
+    def known_rows(self) -> int:
+        """KV rows that are written for sure, of tokens that are known."""
+        if not self.prefilled:
+            return self.planned
+        return max(self.context, self.request.num_tokens - 1)
+
+    @property
+    def tokens_left(self) -> int:
+        """Output tokens that may still be planned."""
+        output = len(self.request.output) + self.sampling
+        return self.request.max_output_tokens - output
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a launch."""
+
+    running: Running
+    prompt_tokens: int
+    steps: int
+
+    @property
+    def new_rows(self) -> int:
+        """KV rows that the launch may write for it, the bound the plan guaranteed."""
+        if self.prompt_tokens:
+            return self.prompt_tokens + max(self.steps - 1, 0)
+        return self.steps
+
+
+class Launch(NamedTuple):
+    """A plan, and whom its rows serve, until its output is read."""
+
+    plan: StepPlan
+    rows: tuple[Row, ...]  # in the plan's order
+
+    @property
+    def who(self) -> list[int]:
+        """Submission index of each row's request."""
+        return [row.running.request.index for row in self.rows]
