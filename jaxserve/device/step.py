@@ -7,7 +7,7 @@ Owns the order of a launch. Never sees a name, a request or a count: the plan is
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import jax
@@ -267,10 +267,12 @@ def step(
     return state, out._replace(num_free=state.pool.num_free)
 
 
+@lru_cache(maxsize=64)
 def compiled(model: Model, shape: EngineShape):
     """The jitted launch: f(params, state, packed, rows=R, tokens=T); donates `state`.
 
-    One program for each (R, T) of `shape.launch_shapes()`, and no other.
+    One program for each (R, T) of `shape.launch_shapes()`, and no other. Engines of the
+    same model and shape share them.
     """
     return jax.jit(
         partial(step, model=model, shape=shape),

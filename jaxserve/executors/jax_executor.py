@@ -48,6 +48,7 @@ class JaxExecutor:
         self._clock = LogicalClock(shape, cost) if cost else None
         self._start_s = time.perf_counter()
         self._step = compiled(model, shape)
+        self._compiled_before = self._step._cache_size()
         self._state = device_state.init(model, shape)
 
     def now(self) -> float:
@@ -65,8 +66,8 @@ class JaxExecutor:
 
     @property
     def compiles(self) -> int:
-        """Programs compiled so far."""
-        return self._step._cache_size()
+        """Programs compiled since this executor was made."""
+        return self._step._cache_size() - self._compiled_before
 
     @property
     def state(self) -> device_state.EngineState:
