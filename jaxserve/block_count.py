@@ -1,8 +1,9 @@
 """The count of free blocks: free = P - sum(ceil(len/B) - named columns) - live handles.
 
-Owns that formula and its replay over plans. The scheduler runs it ahead on upper bounds,
-the engine audits the device with it, and the simulated executor reports it. Never sees a
-physical block id or what a handle names. A column is *named* once a handle backs it.
+Owns that formula and its replay over plans. The scheduler runs it ahead on upper
+bounds, the engine audits the device with it, and the simulated executor reports it.
+Never sees a physical block id or what a handle names. A column is *named* once a handle
+backs it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ import numbers
 from collections.abc import Sequence
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy: dividing by them would only round to a one-hot."""
+"""Temperatures under this are greedy: dividing by them would only round to a one-hot.
+"""
 
 
 def _require(ok: bool, field: str, value: object, rule: str) -> None:
@@ -29,7 +30,9 @@ def _integer(field: str, value: object, low: int, hint: str = "") -> None:
 def _real(field: str, value: object, low: float, high: float, hint: str = "") -> None:
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_real or not low <= float(value) <= high or math.isinf(float(value)):  # type: ignore[arg-type]
-        span = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g} and finite"
+        span = (
+            f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g} and finite"
+        )
         raise ValueError(f"{field}={value!r} must be a number {span}{hint}")
 
 
@@ -92,15 +95,24 @@ class SamplingParams:
             self.ignore_eos,
             "must be True or False",
         )
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        for text in stop:
+        for text in self.stop_strings:
             ok = isinstance(text, str) and text != ""
             _require(ok, "stop", text, "must be a non-empty string, or several")
-        ids = tuple(self.stop_token_ids or ())
-        for token in ids:
+        for token in self.stop_ids:
             _integer("stop_token_ids", token, 0)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", ids)
+        # Hashable, and the caller's lists stay the caller's.
+        object.__setattr__(self, "stop", self.stop_strings or None)
+        object.__setattr__(self, "stop_token_ids", self.stop_ids or None)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """`stop_token_ids` as a tuple."""
+        return tuple(self.stop_token_ids or ())
 
     @property
     def greedy(self) -> bool:
@@ -189,7 +201,8 @@ class EngineConfig:
       cache_bytes: bound on the KV cache when num_blocks is None.
       enable_prefix_caching: share the blocks of equal prompt prefixes.
       num_scheduler_steps: decode steps a launch (N-step scheduling).
-      launches_in_flight: launches submitted before the oldest is read; 1 is synchronous.
+      launches_in_flight: launches submitted before the oldest is read; 1 is
+        synchronous.
       max_chunk_tokens: most prompt tokens of one request in a step; None is no cap.
       skip_limit: how often requests may pass one that waits for memory.
       seed: of the random streams of unseeded requests.
@@ -260,7 +273,5 @@ class EngineConfig:
             max_logprobs=self.max_logprobs,
             max_stop_ids=8,
             row_buckets=rows,
-            token_buckets=tuple(
-                sorted({*rows, *_ladder(min(128, budget), budget, 4)})
-            ),
+            token_buckets=tuple(sorted({*rows, *_ladder(min(128, budget), budget, 4)})),
         )

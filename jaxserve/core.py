@@ -5,8 +5,8 @@ block id or a policy.
 
 Axes: S slots, M columns per slot, P blocks, B tokens per block, R rows in a launch,
 T tokens of the mixed step, N decode steps, H handles, K edits, W top log-probabilities,
-E stop ids. A padded entry holds the size of its axis, which scatters drop (-1 would write
-the last element).
+E stop ids. A padded entry holds the size of its axis, which scatters drop (-1 would
+write the last element).
 """
 
 from __future__ import annotations
@@ -160,9 +160,10 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "finished": ("reason", "prompt_tokens", "cached_tokens", "output_tokens"),
     # A launch was read. token_bucket and row_bucket are the compiled T and R;
     # prefill_tokens, decode_rows: what the mixed step held; decode_tokens: tokens
-    # sampled; padded_tokens: positions computed for nobody; slots: [slot, prompt tokens,
-    # output tokens] of each row; num_free, live_handles: blocks; host_s: scheduling time
-    # (plan and observe); submitted_s: when it was handed to the executor; steps: run.
+    # sampled; padded_tokens: positions computed for nobody; slots: [slot, prompt
+    # tokens, output tokens] of each row; num_free, live_handles: blocks; host_s:
+    # scheduling time (plan and observe); submitted_s: when it was handed to the
+    # executor; steps: run.
     "launch": (
         "launch",
         "row_bucket",
@@ -193,7 +194,8 @@ class TokenLogprobs(NamedTuple):
 
 
 class Request:
-    """One request and what is known of its output; the host's only mutable record of it.
+    """One request and what is known of its output; the host's only mutable record of
+    it.
 
     Attributes:
       request_id: the caller's name for it.

@@ -19,8 +19,9 @@ from jaxserve import validation
 from jaxserve.config import EngineConfig, EngineShape, SamplingParams
 from jaxserve.core import Event, Request, StepOutput
 from jaxserve.executors.base import Executor, Ticket
-from jaxserve.live import Decoder, Live
+from jaxserve.live import Live
 from jaxserve.models.base import Model, Params
+from jaxserve.models.detokenizer import Decodes
 from jaxserve.outputs import RequestOutput
 from jaxserve.scheduling.policies import Policy, fcfs
 from jaxserve.scheduling.running import Launch
@@ -56,7 +57,7 @@ class Engine:
         params: Params,
         config: EngineConfig | None = None,
         policy: Policy | None = None,
-        tokenizer: Decoder | None = None,
+        tokenizer: Decodes | None = None,
         *,
         executor: MakeExecutor | None = None,
         on_event: Callable[[Event], None] | None = None,
@@ -80,7 +81,7 @@ class Engine:
         )
         self._host_s = 0.0
 
-    # Requests --------------------------------------------------------------------------
+    # Requests -------------------------------------------------------------------------
 
     def add_request(
         self,
@@ -156,9 +157,9 @@ class Engine:
     def abort_request(self, request_id: str) -> bool:
         """End a request now; False if no live request has this id.
 
-        Its slot and blocks are given back by the next launch, tokens still in flight are
-        dropped, and the id may be used again at once. The next `step` returns its output
-        with finish_reason "abort".
+        Its slot and blocks are given back by the next launch, tokens still in flight
+        are dropped, and the id may be used again at once. The next `step` returns its
+        output with finish_reason "abort".
         """
         live = self._live.get(request_id)
         if live is None:
@@ -180,7 +181,7 @@ class Engine:
         """Seconds on the engine's clock."""
         return self.executor.now()
 
-    # The loop --------------------------------------------------------------------------
+    # The loop -------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
         """Plan and submit one launch, and read the oldest once enough are in flight.
@@ -243,7 +244,8 @@ class Engine:
 
     def _absorb(self, seen: Observed) -> RequestOutput | None:
         live = self._by_index[seen.request.index]
-        reason = live.absorb(seen.first_output, seen.stopped)
+        reason, cut = live.absorb(seen.first_output, seen.stopped)
+        self._scheduler.counters.dropped_tokens += cut
         new = len(seen.request.output) - seen.first_output
         self._totals["output_tokens"] += new
         self._tell(
@@ -260,6 +262,7 @@ class Engine:
     def _finish(self, live: Live, reason: str, *, arrived: bool = True) -> None:
         request = live.request
         request.finish_reason = reason
+        live.finish()
         if arrived:
             self._scheduler.end(request)
         del self._live[request.request_id]
@@ -277,7 +280,7 @@ class Engine:
         self._broken = f"the engine has stopped: {why}"
         raise RuntimeError(self._broken)
 
-    # Reports ---------------------------------------------------------------------------
+    # Reports --------------------------------------------------------------------------
 
     def _tell(self, live: Live, kind: str, **data: Any) -> None:
         request = live.request
@@ -329,9 +332,7 @@ class Engine:
             "steps": steps,
             "slots": [
                 [row.running.slot, row.prompt_tokens, n]
-                for row, n in zip(
-                    rows, output.ran.sum(axis=0).tolist(), strict=False
-                )
+                for row, n in zip(rows, output.ran.sum(axis=0).tolist(), strict=False)
             ],
             "num_free": output.num_free,
             "live_handles": self._scheduler.cached_blocks,
@@ -369,7 +370,7 @@ class Engine:
             self._turn()
 
     def holds_nothing(self) -> bool:
-        """Whether no map of the engine or the scheduler has an entry of a request left."""
+        """Whether no map of the engine or the scheduler has an entry left."""
         mine = self._live or self._by_index or self._flights or self._future
         return not (mine or self._aborted) and self._scheduler.holds_nothing()
 
@@ -392,8 +393,8 @@ def num_blocks(model: Model, config: EngineConfig) -> int:
     fitting = config.cache_bytes // a_block
     if fitting < a_sequence:
         raise ValueError(
-            f"cache_bytes={config.cache_bytes} holds {fitting} blocks of {a_block} bytes, "
-            f"but one sequence of max_model_len={config.max_model_len} needs "
+            f"cache_bytes={config.cache_bytes} holds {fitting} blocks of {a_block} "
+            f"bytes, but one sequence of max_model_len={config.max_model_len} needs "
             f"{a_sequence}; raise cache_bytes to {a_sequence * a_block} or lower "
             "max_model_len"
         )

@@ -5,64 +5,77 @@ Owns what a caller is told. Never sees a plan, a block or a slot's contents.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from jaxserve.core import Event, Request
 from jaxserve.metrics import RequestMetrics, advance
+from jaxserve.models.detokenizer import Decodes, Detokenizer
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
-
-
-class Decoder(Protocol):
-    """What a tokenizer must offer an engine."""
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 class Live:
     """A request that has not ended, or just has."""
 
-    def __init__(self, request: Request, tokenizer: Decoder | None, text: str | None):
+    def __init__(self, request: Request, tokenizer: Decodes | None, prompt: str | None):
         self.request = request
         self.metrics = RequestMetrics()
         self._tokenizer = tokenizer
-        self._prompt_text = text
+        self._prompt = prompt
         self._text = ""
         self._stop_reason: int | str | None = None
         self._logprobs: list[dict[int, Logprob]] = []
-        self._detokenizer = None
+        stop = request.params.stop_strings
+        self._detokenizer = Detokenizer(tokenizer, stop) if tokenizer else None
 
     def note(self, event: Event) -> None:
         """Take in an event of this request."""
         self.metrics = advance(self.metrics, event)
 
-    def absorb(self, first: int, stopped: bool) -> str | None:
-        """Decode the output tokens from `first` on; the reason if the request ends here.
+    def absorb(self, first: int, stopped: bool) -> tuple[str | None, int]:
+        """Decode the output tokens from `first` on.
 
-        A stop string drops the tokens after it from the request's record.
+        Returns the reason if the request ends here, and how many tokens a stop string
+        cut off the end of its record.
 
         Args:
           stopped: the last token is one of the request's stop ids.
         """
+        cut = self._decode(first, stopped)
+        if cut is not None:
+            return "stop", cut
         request = self.request
-        new = request.output[first:]
-        if self._detokenizer:
-            hold = max(0, request.params.min_tokens - first)
-            text = self._detokenizer
-            shown = new[:-1] if stopped else new  # the id that stops it is no text
-            match = text.push(shown, hold)
-            if match is not None:
-                del request.output[first + match.tokens :]
-                del request.logprobs[first + match.tokens :]
-                self._stop_reason = match.stop
-                return "stop"
         if stopped:
             last = request.output[-1]
-            asked = request.params.stop_token_ids or ()
-            self._stop_reason = last if last in asked else None
-            return "stop"
+            asked = last in request.params.stop_ids
+            self._stop_reason = last if asked else None
+            return "stop", 0
         if len(request.output) >= request.max_output_tokens:
-            return "length"
+            return "length", 0
+        return None, 0
+
+    def _decode(self, first: int, stopped: bool) -> int | None:
+        """Extend the text; tokens cut off if a stop string ended it, else None."""
+        if self._detokenizer is None:
+            return None
+        request = self.request
+        # The id that stops a request is no text.
+        last = len(request.output) - stopped
+        # min_tokens: that many tokens may not stop.
+        free = max(first, min(last, request.params.min_tokens - 1))
+        for start, end, may_stop in ((first, free, False), (free, last, True)):
+            new = request.output[start:end]
+            text, match = self._detokenizer.push(new, may_stop=may_stop)
+            self._text += text
+            if match is not None:
+                cut = len(request.output) - match.num_tokens
+                del request.output[match.num_tokens :]
+                del request.logprobs[match.num_tokens :]
+                self._stop_reason = match.stop
+                return cut
         return None
+
+    def finish(self) -> None:
+        """The request ended: show what was held back, unless a stop string cut it."""
+        if self._detokenizer and not isinstance(self._stop_reason, str):
+            self._text += self._detokenizer.finish()
 
     def record_logprobs(self) -> None:
         """Report the log-probabilities of the output tokens not reported yet."""
@@ -98,7 +111,7 @@ class Live:
         )
         return RequestOutput(
             request_id=request.request_id,
-            prompt=self._prompt_text,
+            prompt=self._prompt,
             prompt_token_ids=list(request.prompt),
             outputs=[completion],
             finished=request.finish_reason is not None,

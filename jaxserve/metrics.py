@@ -82,9 +82,7 @@ def advance(metrics: RequestMetrics, event: Event) -> RequestMetrics:
         )
     if event.kind == "progressed" and data["output_tokens"]:
         times = (event.time_s,) * data["output_tokens"]
-        return dataclasses.replace(
-            metrics, token_times_s=metrics.token_times_s + times
-        )
+        return dataclasses.replace(metrics, token_times_s=metrics.token_times_s + times)
     if event.kind == "preempted":
         return dataclasses.replace(metrics, preemptions=metrics.preemptions + 1)
     if event.kind == "finished":
@@ -95,7 +93,7 @@ def advance(metrics: RequestMetrics, event: Event) -> RequestMetrics:
 
 
 def by_request(events: Iterable[Event]) -> dict[str, RequestMetrics]:
-    """Metrics of each request, by submission: `id`, then `id#2` when an id comes again."""
+    """Metrics of each request, by id; an id that comes again is `id#2`, `id#3`."""
     done: dict[str, RequestMetrics] = {}
     name: dict[str, str] = {}
     uses: dict[str, int] = {}

@@ -33,8 +33,8 @@ class CompletionOutput:
       index: which of the request's outputs.
       text: the text so far; "" without a tokenizer. A stop string is cut off.
       token_ids: output tokens so far; the stop token that ended it is the last.
-      logprobs: for each output token, the likeliest tokens and the chosen one by id; None
-        if they were not asked for.
+      logprobs: for each output token, the likeliest tokens and the chosen one by id;
+        None if they were not asked for.
       finish_reason: "stop", "length" or "abort"; None while it runs.
       stop_reason: the stop string or the id from stop_token_ids that ended it; None for
         the model's own end-of-sequence id and for every other reason.

@@ -80,12 +80,12 @@ def check_params(
             f"logprobs={params.logprobs} must not exceed "
             f"max_logprobs={config.max_logprobs}; lower it or raise EngineConfig's"
         )
-    if params.stop and not has_text:
+    if params.stop_strings and not has_text:
         raise ValueError(
-            f"stop={list(params.stop)!r} needs a tokenizer; give the engine one, or "
-            "use stop_token_ids"
+            f"stop={list(params.stop_strings)!r} needs a tokenizer; give the engine "
+            "one, or use stop_token_ids"
         )
-    for token in params.stop_token_ids or ():
+    for token in params.stop_ids:
         if token >= vocab_size:
             raise ValueError(
                 f"stop_token_ids={token} must be in [0, {vocab_size}), the vocabulary"
@@ -96,7 +96,7 @@ def stop_ids(
     params: SamplingParams, eos_ids: tuple[int, ...], shape: EngineShape
 ) -> tuple[int, ...]:
     """Ids that end the request: its own, and the model's unless it ignores them."""
-    ids = set(params.stop_token_ids or ())
+    ids = set(params.stop_ids)
     ids |= set() if params.ignore_eos else set(eos_ids)
     if len(ids) > shape.max_stop_ids:
         raise ValueError(

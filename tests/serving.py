@@ -20,6 +20,7 @@ from jaxserve.models.hash_model import HashModel, next_token
 from jaxserve.scheduling.policies import Policy
 
 EOS = (7, 50)
+COST = LinearCost()
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -122,7 +123,7 @@ def make_engine(
     *,
     eos: tuple[int, ...] = (),
     policy: Policy | None = None,
-    cost: LinearCost | None = LinearCost(),
+    cost: LinearCost | None = COST,
     truth: dict[int, Truth] | None = None,
 ) -> tuple[Engine, Recorder, list[Event]]:
     """An engine on the hash model; `truth` makes it a simulated one."""
@@ -157,7 +158,7 @@ def drive(
     eos: tuple[int, ...] = (),
     policy: Policy | None = None,
     simulate: bool = False,
-    cost: LinearCost = LinearCost(),
+    cost: LinearCost = COST,
 ) -> Run:
     """Serve the jobs to the end, in logical time."""
     truth = None

@@ -1,9 +1,11 @@
 """Who owns which block: pure, shape-preserving functions over one pytree.
 
-Owns addresses: the free stack, refcounts, block tables and what each handle names. Never
-sees tokens, requests or KV contents. Nothing is checked here: the caller guarantees room
-(`grow` never takes more than `num_free`), empty targets (`adopt`, `fork` and `publish`
-write columns and handles that are holes) and that an edit list names a target once.
+Owns addresses: the free stack, refcounts, block tables and what each handle names.
+  Never
+sees tokens, requests or KV contents. Nothing is checked here: the caller guarantees
+room (`grow` never takes more than `num_free`), empty targets (`adopt`, `fork` and
+`publish` write columns and handles that are holes) and that an edit list names a target
+once.
 Axes: S slots, M columns, P blocks, H handles, R and K padded edit lists. Padding and
 holes are the size of the axis, which scatters drop.
 """
@@ -56,8 +58,8 @@ def init(num_blocks: int, slots: int, columns: int, handles: int) -> BlockPool:
 def grow(pool: BlockPool, want: jax.Array, *, max_new: int) -> BlockPool:
     """Give slot s `want[s]` columns in all, at most `max_new` (static) new ones each.
 
-    The free list is laid out raggedly over the slots in one gather and one scatter, with
-    no loop (as in google-deepmind/simply's ragged page allocation).
+    The free list is laid out raggedly over the slots in one gather and one scatter,
+    with no loop (as in google-deepmind/simply's ragged page allocation).
 
     Args:
       want: i32[S]; a slot that holds as many or more is left alone.
@@ -84,8 +86,8 @@ def grow(pool: BlockPool, want: jax.Array, *, max_new: int) -> BlockPool:
 def _disown(pool: BlockPool, blocks: jax.Array) -> BlockPool:
     """Take one owner from each id of `blocks`, i32[...]; push what nobody owns now.
 
-    The push is in order of `blocks`: a block that several entries leave at once is pushed
-    by the last of them only.
+    The push is in order of `blocks`: a block that several entries leave at once is
+    pushed by the last of them only.
     """
     p = pool.refs.shape[0]
     blocks = blocks.reshape(-1)
@@ -142,17 +144,19 @@ def publish(pool: BlockPool, edits: jax.Array) -> BlockPool:
 
 
 def retire(pool: BlockPool, handles: jax.Array) -> BlockPool:
-    """Forget the handles of i32[K]; padding: H. A block that nobody else owns is freed."""
+    """Forget the handles of i32[K]; padding: H. What nobody else owns is freed."""
     p = pool.refs.shape[0]
     pool = _disown(pool, pool.cache.at[handles].get(mode="fill", fill_value=p))
     return dataclasses.replace(pool, cache=pool.cache.at[handles].set(p, mode="drop"))
 
 
-def fork(pool: BlockPool, src: jax.Array, dst: jax.Array, count: jax.Array) -> BlockPool:
+def fork(
+    pool: BlockPool, src: jax.Array, dst: jax.Array, count: jax.Array
+) -> BlockPool:
     """Empty slot dst[i] shares the first count[i] columns of slot src[i].
 
-    The shared columns must be backed by handles, or the host's count formula breaks; the
-    caller publishes them first.
+    The shared columns must be backed by handles, or the host's count formula breaks;
+    the caller publishes them first.
 
     Args:
       src, dst, count: i32[R]; padding: dst = S.
@@ -180,9 +184,16 @@ def check(pool: BlockPool) -> None:
     """
     free, num_free, refs, table, held, cache = (
         np.asarray(x)
-        for x in (pool.free, pool.num_free, pool.refs, pool.table, pool.held, pool.cache)
+        for x in (
+            pool.free,
+            pool.num_free,
+            pool.refs,
+            pool.table,
+            pool.held,
+            pool.cache,
+        )
     )
-    p, (s, m) = refs.shape[0], table.shape
+    p, m = refs.shape[0], table.shape[1]
     used = np.arange(m)[None, :] < held[:, None]
     assert ((table < p) == used).all(), f"{table=} has holes where {held=} says none"
     owners = np.bincount(table[used], minlength=p + 1)[:p]

@@ -139,7 +139,8 @@ def logprobs(
     """Log-probabilities of the chosen tokens and of the `width` likeliest.
 
     Args:
-      logits: f32[R, V]; tokens: i32[R]; wanted: bool[R]. Computed if any row wants them.
+      logits: f32[R, V]; tokens: i32[R]; wanted: bool[R]. Computed if any row wants
+        them.
     """
     rows, vocab = logits.shape
     width = min(width, vocab)

@@ -1,4 +1,5 @@
-"""One launch: block edits, a mixed step of decodes and prompt chunks, more decode steps.
+"""One launch: block edits, a mixed step of decodes and prompt chunks, more decode
+steps.
 
 Owns the order of a launch. Never sees a name, a request or a count: the plan is trusted
 (see docs/design.md, "The host guarantees, the device never checks").

@@ -1,7 +1,7 @@
 """How long a launch takes on a simulated clock, and that clock.
 
-Owns the linear cost model and logical time. Never sees a device. Both executors can keep
-this clock, which is what makes their plan streams comparable.
+Owns the linear cost model and logical time. Never sees a device. Both executors can
+keep this clock, which is what makes their plan streams comparable.
 """
 
 from __future__ import annotations
@@ -33,17 +33,15 @@ class LinearCost:
         """Seconds of a step of `rows` decode rows and `chunk_tokens` prompt tokens."""
         tokens = chunk_tokens + rows
         return (
-            self.fixed_s
-            + self.token_s * tokens
-            + self.context_token_s * context_tokens
+            self.fixed_s + self.token_s * tokens + self.context_token_s * context_tokens
         )
 
 
 class LogicalClock:
     """Time that passes only by the cost of launches and by sleeping.
 
-    finish(k) = max(finish(k - 1), submitted(k)) + the cost of the steps that ran. Reading
-    launch k sets now to finish(k); submitting costs nothing.
+    finish(k) = max(finish(k - 1), submitted(k)) + the cost of the steps that ran.
+    Reading launch k sets now to finish(k); submitting costs nothing.
     """
 
     def __init__(self, shape: EngineShape, cost: LinearCost):
@@ -62,7 +60,7 @@ class LogicalClock:
         self._now = max(self._now, t_s)
 
     def finish(self, plan: StepPlan, ran: np.ndarray, submitted_s: float) -> int:
-        """Let a launch that ran `ran` bool[N, R] pass; return the free blocks after it."""
+        """Let a launch that ran `ran` bool[N, R] pass; return its free blocks."""
         slots = plan.decode[:, 0].tolist()
         listed = [r for r, slot in enumerate(slots) if slot < self._slots]
         chunk_rows = int((plan.chunk_end > 0).sum())

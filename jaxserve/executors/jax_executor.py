@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from jaxserve.config import EngineShape
 from jaxserve.core import StepOutput, StepPlan, empty_plan, pack

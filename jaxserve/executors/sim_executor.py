@@ -1,4 +1,5 @@
-"""Runs the same plans with no device: known outputs, and a clock that a cost model moves.
+"""Runs the same plans with no device: known outputs, and a clock that a cost model
+moves.
 
 Owns the truth about every request's output, which no policy may see. Its free-block
 count comes from the plans and the truth alone.

@@ -21,10 +21,11 @@ Pages = dict[str, jax.Array]
 
 
 class Batch(NamedTuple):
-    """A ragged batch: rows [0, num_decode) hold one query token each, then prompt chunks.
+    """A ragged batch: rows [0, num_decode) hold one query token each, then prompt
+    chunks.
 
-    The tokens of row r are [cu_q_lens[r], cu_q_lens[r + 1]) of the token axis; what lies
-    past cu_q_lens[R] is padding, and so is a row without tokens.
+    The tokens of row r are [cu_q_lens[r], cu_q_lens[r + 1]) of the token axis; what
+    lies past cu_q_lens[R] is padding, and so is a row without tokens.
     """
 
     tokens: jax.Array  # i32[T] token ids; padding: 0

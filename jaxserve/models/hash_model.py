@@ -1,9 +1,10 @@
-"""An integer model whose every output betrays a wrong, stale, missing or repeated block.
+"""An integer model whose every output betrays a wrong, stale, missing or repeated
+block.
 
 Owns the test instrument: a KV row stores its token id, and the next token is an
 order-sensitive hash of the whole context read back *through the block table*:
-h = 0; for each id: h = (31 h + id + 1) mod 1000003; next = h mod 97. Exact, and compiles
-in milliseconds. Never sees a slot or a request.
+h = 0; for each id: h = (31 h + id + 1) mod 1000003; next = h mod 97. Exact, and
+compiles in milliseconds. Never sees a slot or a request.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class HashModel:
         limit = columns * size
         if limit > MAX_CONTEXT:
             raise ValueError(
-                f"a context of {limit} tokens must not exceed {MAX_CONTEXT}, or the hash "
-                "overflows; lower max_model_len"
+                f"a context of {limit} tokens must not exceed {MAX_CONTEXT}, or the "
+                "hash overflows; lower max_model_len"
             )
         context = ids.at[batch.table].get(mode="fill", fill_value=0)  # [R, M, B]
         context = context.reshape(rows, limit).astype(jnp.uint32)

@@ -28,7 +28,7 @@ class Budget:
         return self.count.free + self._index.evictable
 
     def after_release(self, victims: Iterable[tuple[int, list[int]]]) -> int:
-        """What `possible` would be with the slots released: (slot, its handles) each."""
+        """What `possible` would be with slots released: (slot, its handles) each."""
         gain, dropped = 0, {}
         for slot, handles in victims:
             gain += self.count.private(slot)

@@ -1,8 +1,8 @@
 """Who comes first: scheduling policies as pure functions over explicit state.
 
 Owns the Policy interface (after optax's GradientTransformation: functions over a state
-that the caller keeps) and the policies. A policy never sees the scheduler, a block or the
-length that an output will have.
+that the caller keeps) and the policies. A policy never sees the scheduler, a block or
+the length that an output will have.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from jaxserve.core import Event
 
 State = Any
 Order = tuple[float | int | str, ...]
-
-ALL = None
-"""Returned by `update` for "any key may have changed"."""
 
 
 class View(NamedTuple):
@@ -41,12 +38,13 @@ class Policy(NamedTuple):
 
     Attributes:
       init: () -> state.
-      rank: (state, view, now_s) -> (class, order); smaller first, compared as a pair. Only
-        a request of strictly smaller class displaces a running one. Equal pairs fall back
-        to running first, then preempted first, then submission order.
-      update: (state, events) -> (state, stale): after each launch is read. `stale` holds
-        the submission indices whose rank may have changed, or ALL. Events carry
-        `data["index"]`, and are those of `core.EVENT_FIELDS` that name a request.
+      rank: (state, view, now_s) -> (class, order); smaller first, compared as a pair.
+        Only a request of strictly smaller class displaces a running one. Equal pairs
+        fall back to running first, then preempted first, then submission order.
+      update: (state, events) -> (state, stale): after each launch is read. `stale`
+        holds the submission indices whose rank may have changed, or is None for all.
+        Events carry `data["index"]`, and are those of `core.EVENT_FIELDS` that name a
+        request.
       until: (state, view, now_s) -> the earliest time at which the rank may differ with
         nothing marking it stale; None = never, now_s = every plan.
       allow: (state, view) -> tokens before the rank may change (a quantum), or None.

@@ -2,7 +2,8 @@
 
 Owns names. A key is the hash of a whole prefix, chained block by block, so that equal
 keys mean equal tokens, salt and weights. Never sees a physical block, a slot or a count
-of free blocks. (Chained block hashes: vLLM's automatic prefix caching, Kwon et al. 2023.)
+of free blocks. (Chained block hashes: vLLM's automatic prefix caching, Kwon et al.
+2023.)
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ def extend_keys(
     Args:
       keys: of the leading blocks of the same tokens; extended in place.
     """
-    for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
+    for start in range(
+        len(keys) * block_size, len(tokens) - block_size + 1, block_size
+    ):
         block = np.asarray(tokens[start : start + block_size], np.int64).tobytes()
         parent = keys[-1] if keys else root
-        keys.append(
-            hashlib.blake2b(parent + block, digest_size=DIGEST_BYTES).digest()
-        )
+        keys.append(hashlib.blake2b(parent + block, digest_size=DIGEST_BYTES).digest())
 
 
 class PrefixIndex:
     """Handles of cached blocks by key, with pins and an eviction order.
 
     Whoever pins a block pins its whole chain, and a chain is unpinned deepest block
-    first. So the least recently unpinned handle never has a live child: evicting in that
-    order removes leaves before parents with no tree to keep.
+    first. So the least recently unpinned handle never has a live child: evicting in
+    that order removes leaves before parents with no tree to keep.
     """
 
     def __init__(self, num_handles: int):
@@ -117,7 +118,8 @@ class PrefixIndex:
         """A new handle for `key`, pinned once; None if every handle is in use.
 
         Args:
-          fresh: the block is written by this very plan, so it is found from the next on.
+          fresh: the block is written by this very plan, so it is found from the next
+            on.
         """
         if not self._free:
             return None
@@ -141,7 +143,7 @@ class PrefixIndex:
 
     @property
     def has_forgotten(self) -> bool:
-        """Whether `evict` would next return a handle that `reset` left without a key."""
+        """Whether `evict` would next return a handle that `reset` left keyless."""
         return bool(self._idle) and self._key[next(iter(self._idle))] is None
 
     def reset(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxserve.core import Event, Request
-from jaxserve.scheduling.policies import ALL, Policy, View
+from jaxserve.scheduling.policies import Policy, View
 
 
 class Key(NamedTuple):
@@ -71,7 +71,7 @@ class Ranking:
         if self._events:
             self._state, stale = self._policy.update(self._state, self._events)
             self._events = []
-            self._stale.update(self._entries if stale is ALL else stale)
+            self._stale.update(self._entries if stale is None else stale)
         while self._expiry and self._expiry[0][0] <= now_s:
             self._stale.add(heapq.heappop(self._expiry)[1])
         for index in sorted(self._stale & self._entries.keys()):
@@ -106,7 +106,7 @@ class Ranking:
         return self._policy.allow(self._state, self._view(request))
 
     def in_order(self, running: Sequence[Request]) -> Iterator[Request]:
-        """Running and waiting requests, first to last; stable while slots change hands."""
+        """Running and waiting requests, first to last, as they stand now."""
         entries = sorted((self._entries[r.index] for r in running), key=lambda e: e.key)
         merged = heapq.merge(entries, list(self._waiting), key=lambda e: e.key)
         return (entry.request for entry in merged)

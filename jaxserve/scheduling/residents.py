@@ -38,7 +38,7 @@ class Residents:
         return bool(self._free_slots)
 
     def keys(self, request: Request, weight_version: int, known: list[bytes]) -> None:
-        """Extend `known` by the key of every full block of the request's known tokens."""
+        """Extend `known` to the keys of every full block of known tokens."""
         if self._caching and (len(known) + 1) * self._shape.block_size <= (
             request.num_tokens
         ):
@@ -47,7 +47,7 @@ class Residents:
             extend_keys(known, root, tokens, self._shape.block_size)
 
     def produced_soon(self, key: bytes) -> bool:
-        """Whether a running request computes the block of `key`, not yet to be adopted."""
+        """Whether a running request is about to name the block of `key`."""
         return key in self._producers or self.index.find(key) is not None
 
     @property
@@ -67,7 +67,7 @@ class Residents:
     def take(
         self, plan: PlanBuilder, request: Request, keys: list[bytes], hits: list[int]
     ) -> Running:
-        """Give the request a free slot and the cached columns `hits`, already pinned."""
+        """Give the request a slot and the cached columns `hits`, pinned before."""
         slot = self._free_slots.pop()
         cached = len(hits) * self._shape.block_size
         running = Running(
@@ -98,8 +98,8 @@ class Residents:
         """Name the full columns of the first `rows` KV rows that have no name yet.
 
         Args:
-          fresh: they are written by this plan, and named after its mixed step; else they
-            were written by earlier ones, and are named before anything else.
+          fresh: they are written by this plan, and named after its mixed step; else
+            they were written by earlier ones, and are named before anything else.
         """
         edits = plan.publish if fresh else plan.seal
         full = min(rows // self._shape.block_size, len(running.keys))

@@ -67,13 +67,13 @@ class Scheduler:
         self._keys: dict[int, list[bytes]] = {}  # of waiting requests
         self._unread: Counter[int] = Counter()  # launches in flight by submission index
         self._ended: list[Running] = []  # finished, slot not yet given back
-        self._leaving: set[int] = set()  # slot given back before the last output is read
+        self._leaving: set[int] = set()  # slot given back, last output not yet read
         self._read = BlockCount(shape)  # exact, after the last launch read
         self._events: list[Event] = []
         self.counters = Counters()
         self.weight_version = 0
 
-    # What it holds ---------------------------------------------------------------------
+    # What it holds --------------------------------------------------------------------
 
     @property
     def num_running(self) -> int:
@@ -145,7 +145,7 @@ class Scheduler:
             tags=request.tags,
         )
 
-    # Requests come and go --------------------------------------------------------------
+    # Requests come and go -------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """A request arrived; it may be in the next plan."""
@@ -155,8 +155,8 @@ class Scheduler:
     def end(self, request: Request) -> None:
         """The request ended: finished, stopped by its text, or aborted.
 
-        Its slot is given back by the next plan; what launches in flight still sample for
-        it is dropped.
+        Its slot is given back by the next plan; what launches in flight still sample
+        for it is dropped.
         """
         running = self._residents.running.get(request.index)
         self._ranking.remove(request)
@@ -183,10 +183,10 @@ class Scheduler:
         """Forget every cached block; running requests keep what they use."""
         self._residents.index.reset()
 
-    # Planning --------------------------------------------------------------------------
+    # Planning -------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> Launch | None:
-        """The next launch, from all that was observed; None if there is nothing to do."""
+        """The next launch, from all that was observed; None if nothing is to do."""
         residents = self._residents
         plan = PlanBuilder(self._shape, self._config.max_num_batched_tokens)
         residents.index.begin_plan()
@@ -257,7 +257,7 @@ class Scheduler:
         return steps if allowed is None else min(steps, max(allowed, 1))
 
     def _place(self, plan: PlanBuilder, running: Running) -> Row | None:
-        """Put the request's next row in the plan, as long as room is sure; else None."""
+        """Plan the request's next row as far as room is sure; None if there is none."""
         chunk, start = self._chunk(plan, running), running.planned
         steps = self._steps(running) if start + chunk >= running.context else 0
         want = start + Row(running, chunk, steps).new_rows
@@ -299,12 +299,10 @@ class Scheduler:
         now_s: float,
         admissions: _Admissions,
     ) -> None:
-        """Make one block possible from running requests ranked behind, farthest first."""
+        """Make a block possible from running requests behind, farthest first."""
         key = self._ranking.key
         mine = key(running.request)
-        behind = [
-            r for r in self._residents.running.values() if key(r.request) > mine
-        ]
+        behind = [r for r in self._residents.running.values() if key(r.request) > mine]
         behind.sort(key=lambda r: key(r.request))
         while behind and self._residents.budget.possible() == 0:
             self._preempt(plan, behind.pop(), now_s)
@@ -353,8 +351,10 @@ class Scheduler:
         return self._place(plan, running)
 
     def _room_for(self, request: Request, hits: int) -> list[Running] | None:
-        """Whom to preempt so that a slot is free and the whole context fits; None: no one
-        will do. Only requests of a strictly larger class give way, the farthest first.
+        """Whom to preempt so that a slot is free and the whole context fits.
+
+        Only requests of a strictly larger class give way, the farthest first. None: no
+        set of them is enough, and none is preempted.
         """
         residents, key = self._residents, self._ranking.key
         need = self._shape.blocks(request.num_tokens) - hits + residents.outstanding()
@@ -393,14 +393,15 @@ class Scheduler:
             first=first,
         )
 
-    # Reading ---------------------------------------------------------------------------
+    # Reading --------------------------------------------------------------------------
 
     def observe(self, launch: Launch, output: StepOutput) -> list[Observed]:
         """Take in a launch's output, in the order of submission.
 
         Raises:
-          RuntimeError: the device counts other free blocks than the plans do; the message
-            holds the equation. The engine must stop: its guarantees no longer hold.
+          RuntimeError: the device counts other free blocks than the plans do; the
+            message holds the equation. The engine must stop: its guarantees no longer
+            hold.
         """
         free = self._read.replay(launch.plan, output.ran)
         if free != output.num_free:
@@ -430,7 +431,11 @@ class Scheduler:
                 self._residents.resize(running, running.rows + running.pending)
             observed.append(
                 Observed(
-                    request, running.slot, row.prompt_tokens, first, bool(output.done[i])
+                    request,
+                    running.slot,
+                    row.prompt_tokens,
+                    first,
+                    bool(output.done[i]),
                 )
             )
         return observed

@@ -1,0 +1,255 @@
+"""LLM: a model and an engine for offline use, with text in and out.
+
+Owns prompts as users write them, progress bars and the compilation cache. Never sees a
+plan or a launch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import jax
+from tqdm import tqdm
+
+from jaxserve.config import EngineConfig, SamplingParams
+from jaxserve.engine import Engine
+from jaxserve.executors.jax_executor import JaxExecutor
+from jaxserve.models import load
+from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.outputs import RequestOutput
+from jaxserve.scheduling.policies import get_policy
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, str]
+
+
+class LLM:
+    """A checkpoint, ready to generate.
+
+    Args:
+      model: a Hugging Face directory, a .gguf file, or a name on the Hugging Face hub.
+      dtype: of weights and KV cache.
+      max_model_len, max_num_seqs, max_num_batched_tokens, block_size, num_blocks,
+        enable_prefix_caching, num_scheduler_steps, launches_in_flight, seed and
+        engine_options: see `EngineConfig`.
+      scheduling_policy: a name from `scheduling.policies.POLICIES`.
+      warmup: compile every launch shape now rather than when it is first needed.
+
+    Compiled programs are kept in JAX's persistent cache. Where none is configured, LLM
+    configures $XDG_CACHE_HOME/jaxserve (~/.cache/jaxserve).
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        max_model_len: int = 2048,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        enable_prefix_caching: bool = True,
+        num_scheduler_steps: int = 1,
+        launches_in_flight: int = 1,
+        scheduling_policy: str = "fcfs",
+        seed: int = 0,
+        warmup: bool = False,
+        **engine_options: Any,
+    ):
+        _keep_compiled_programs()
+        policy = get_policy(scheduling_policy)
+        config = EngineConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            num_scheduler_steps=num_scheduler_steps,
+            launches_in_flight=launches_in_flight,
+            seed=seed,
+            **engine_options,
+        )
+        decoder, params, self._tokenizer = load(model, dtype)
+        longest = decoder.config.context_length
+        if max_model_len > longest:
+            raise ValueError(
+                f"max_model_len={max_model_len} must not exceed {longest}, the length "
+                f"that the model was made for; pass that or less"
+            )
+        self.engine = Engine(decoder, params, config, policy, self._tokenizer)
+        self._ids = itertools.count()
+        if warmup:
+            executor = cast(JaxExecutor, self.engine.executor)
+            executor.warmup(
+                lambda shapes: tqdm(shapes, desc="Compiling", disable=None, leave=False)
+            )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        user: str | Sequence[str] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or several; outputs in the order of the prompts.
+
+        Args:
+          prompts: each a text, a list of token ids, or a mapping with `prompt` or
+            `prompt_token_ids`, and perhaps `cache_salt`.
+          sampling_params: for all prompts, or one each.
+          use_tqdm: show progress, if standard error is a terminal.
+          priority, user: for all prompts, or one each.
+
+        Raises:
+          ValueError: a prompt or its parameters cannot be served. The message says
+            which; none of the call's prompts runs.
+        """
+        many = _as_list(prompts)
+        columns = zip(
+            many,
+            _each("sampling_params", sampling_params, len(many)),
+            _each("priority", priority, len(many)),
+            _each("user", user, len(many)),
+            strict=True,
+        )
+        ids: list[str] = []
+        try:
+            for i, (prompt, params, level, who) in enumerate(columns):
+                ids.append(self._submit(i, prompt, params, level or 0, who))
+        except ValueError:
+            for request_id in ids:
+                self.engine.abort_request(request_id)
+            self._run(ids, show=False)
+            raise
+        return self._run(ids, show=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, by the model's own chat template.
+
+        Args:
+          messages: `{"role": ..., "content": ...}` mappings; or a list of such lists.
+          sampling_params, options: as in `generate`.
+        """
+        if not messages:
+            raise ValueError("messages=[] must hold at least one message")
+        one = isinstance(messages[0], Mapping)
+        conversations = [messages] if one else messages
+        prompts = [
+            {
+                "prompt_token_ids": self._tokenizer.apply_chat_template(
+                    cast(Sequence[Message], conversation)
+                )
+            }
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, **options)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer."""
+        return self._tokenizer
+
+    def stats(self) -> dict[str, int | float]:
+        """The engine's counters and gauges."""
+        return self.engine.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block."""
+        self.engine.reset_prefix_cache()
+
+    def _submit(
+        self,
+        position: int,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        priority: int,
+        user: str | None,
+    ) -> str:
+        text, token_ids, salt = self._parse(position, prompt)
+        request_id = str(next(self._ids))
+        try:
+            self.engine.add_request(
+                request_id,
+                token_ids,
+                params,
+                priority=priority,
+                user=user,
+                cache_salt=salt,
+                prompt=text,
+            )
+        except ValueError as error:
+            raise ValueError(f"prompt {position}: {error}") from None
+        return request_id
+
+    def _parse(
+        self, position: int, prompt: Prompt
+    ) -> tuple[str | None, Sequence[int], str | None]:
+        """(text, token ids, cache salt) of a prompt."""
+        salt = None
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+            given = {"prompt", "prompt_token_ids"} & set(prompt)
+            if unknown or len(given) != 1:
+                raise ValueError(
+                    f"prompt {position} has the keys {sorted(prompt)}; it must have "
+                    "either prompt or prompt_token_ids, and may have cache_salt"
+                )
+            salt = prompt.get("cache_salt")
+            prompt = cast(str | Sequence[int], prompt[given.pop()])
+        if isinstance(prompt, str):
+            return prompt, self._tokenizer.encode(prompt), salt
+        return None, prompt, salt
+
+    def _run(self, ids: Sequence[str], *, show: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        tokens = 0
+        bar = tqdm(total=len(ids), desc="Requests", disable=None if show else True)
+        with bar:
+            while len(done) < len(ids):
+                for output in self.engine.step():
+                    if output.finished:
+                        done[output.request_id] = output
+                        tokens += len(output.outputs[0].token_ids)
+                        seconds = bar.format_dict["elapsed"] or 1e-9
+                        bar.set_postfix_str(f"{tokens / seconds:.0f} output tok/s")
+                        bar.update()
+        return [done[request_id] for request_id in ids]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if len(prompts) and not isinstance(prompts[0], str | Mapping | Sequence):
+        return [cast(Prompt, prompts)]  # one list of token ids
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _each(name: str, value: Any, n: int) -> Iterator[Any] | list[Any]:
+    """`value` for each of n prompts."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != n:
+            raise ValueError(
+                f"{name} has {len(value)} entries for {n} prompts; give one for all, "
+                "or one each"
+            )
+        return list(value)
+    return [value] * n
+
+
+def _keep_compiled_programs() -> None:
+    if jax.config.jax_compilation_cache_dir is None:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(Path(base) / "jaxserve"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
