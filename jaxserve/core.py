@@ -36,6 +36,10 @@ ADMIT_FIELDS = (
 """Columns of `StepPlan.admit`; E stop ids follow, padded with the vocabulary's end."""
 
 
+Ints = Any
+"""An i32 array: numpy on the host, JAX's inside a launch."""
+
+
 class StepPlan(NamedTuple):
     """What one launch does, in logical coordinates; numpy arrays of fixed shape.
 
@@ -45,15 +49,15 @@ class StepPlan(NamedTuple):
     Rows are listed pure decode rows first. The R axis of `StepOutput` is `decode`'s.
     """
 
-    seal: np.ndarray  # i32[K, 3] slot, column, handle: name a full, observed column
-    release: np.ndarray  # i32[R] slots whose columns are given back
-    retire: np.ndarray  # i32[K] handles forgotten
-    adopt: np.ndarray  # i32[K, 3] slot, column, handle: table[slot, column] := handle's
-    publish: np.ndarray  # i32[K, 3] slot, column, handle: named after the mixed step
-    admit: np.ndarray  # i32[R, A] ADMIT_FIELDS + stop ids, of the slots taken
-    chunk: np.ndarray  # i32[T, 3] slot, position, token; after the decode rows' tokens
-    decode: np.ndarray  # i32[R, 2] slot, steps allowed (sampled tokens, row 0 included)
-    chunk_end: np.ndarray  # i32[R] length after the row's chunk; 0 = a decode row
+    seal: Ints  # i32[K, 3] slot, column, handle: name a full, observed column
+    release: Ints  # i32[R] slots whose columns are given back
+    retire: Ints  # i32[K] handles forgotten
+    adopt: Ints  # i32[K, 3] slot, column, handle: table[slot, column] := handle's
+    publish: Ints  # i32[K, 3] slot, column, handle: named after the mixed step
+    admit: Ints  # i32[R, A] ADMIT_FIELDS + stop ids, of the slots taken
+    chunk: Ints  # i32[T, 3] slot, position, token; after the decode rows' tokens
+    decode: Ints  # i32[R, 2] slot, steps allowed (sampled tokens, row 0 included)
+    chunk_end: Ints  # i32[R] length after the row's chunk; 0 = a decode row
 
     @property
     def rows(self) -> int:

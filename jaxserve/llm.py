@@ -75,7 +75,9 @@ class LLM:
             seed=seed,
             **engine_options,
         )
-        decoder, params, self._tokenizer = load(model, dtype)
+        decoder, params, self._tokenizer = load(
+            Path(model) if isinstance(model, os.PathLike) else model, dtype
+        )
         longest = decoder.config.context_length
         if max_model_len > longest:
             raise ValueError(
@@ -149,7 +151,7 @@ class LLM:
         conversations = [messages] if one else messages
         prompts = [
             {
-                "prompt_token_ids": self._tokenizer.apply_chat_template(
+                "prompt_token_ids": self.get_tokenizer().apply_chat_template(
                     cast(Sequence[Message], conversation)
                 )
             }
@@ -158,7 +160,12 @@ class LLM:
         return self.generate(prompts, sampling_params, **options)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer."""
+        """The checkpoint's tokenizer; ValueError if it came without one."""
+        if self._tokenizer is None:
+            raise ValueError(
+                "the checkpoint has no tokenizer.json, so prompts must be token ids; "
+                "put the file beside its config.json to use text"
+            )
         return self._tokenizer
 
     def stats(self) -> dict[str, int | float]:
@@ -209,7 +216,7 @@ class LLM:
             salt = prompt.get("cache_salt")
             prompt = cast(str | Sequence[int], prompt[given.pop()])
         if isinstance(prompt, str):
-            return prompt, self._tokenizer.encode(prompt), salt
+            return prompt, self.get_tokenizer().encode(prompt), salt
         return None, prompt, salt
 
     def _run(self, ids: Sequence[str], *, show: bool) -> list[RequestOutput]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -280,3 +280,8 @@ def compiled(model: Model, shape: EngineShape):
         static_argnames=("rows", "tokens"),
         donate_argnums=1,
     )
+
+
+def num_compiled(launch: Any) -> int:
+    """Programs that a `compiled` launch has so far."""
+    return launch._cache_size()

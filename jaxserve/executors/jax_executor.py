@@ -14,7 +14,7 @@ import jax
 from jaxserve.config import EngineShape
 from jaxserve.core import StepOutput, StepPlan, empty_plan, pack
 from jaxserve.device import state as device_state
-from jaxserve.device.step import Outputs, compiled
+from jaxserve.device.step import Outputs, compiled, num_compiled
 from jaxserve.executors.cost_model import LinearCost, LogicalClock
 from jaxserve.models.base import Model, Params
 
@@ -47,7 +47,7 @@ class JaxExecutor:
         self._clock = LogicalClock(shape, cost) if cost else None
         self._start_s = time.perf_counter()
         self._step = compiled(model, shape)
-        self._compiled_before = self._step._cache_size()
+        self._compiled_before = num_compiled(self._step)
         self._state = device_state.init(model, shape)
 
     def now(self) -> float:
@@ -66,7 +66,7 @@ class JaxExecutor:
     @property
     def compiles(self) -> int:
         """Programs compiled since this executor was made."""
-        return self._step._cache_size() - self._compiled_before
+        return num_compiled(self._step) - self._compiled_before
 
     @property
     def state(self) -> device_state.EngineState:
