@@ -44,16 +44,21 @@ find_python() {
 # Shows the large downloads and the end of pip's output, all of it only when it fails.
 install() {
   .venv/bin/python -m pip install --disable-pip-version-check --no-input \
-    --progress-bar off -c constraints.txt "$@" 2>&1 | tee -a "$log" | awk '
-      /Downloading .* MB\)/ {print "  " $2, $3, $4; fflush()}
-      /^Installing collected/ {print "  installing", NF - 3, "packages"; fflush()}' || {
+    --progress-bar off -c constraints.txt "$@" 2>&1 | tee -a "$log" |
+    while read -r first second rest; do
+      case "$first $second $rest" in
+        Downloading*MB\)) echo "  $second $rest" ;;
+        "Installing collected"*) echo "  installing" ;;
+      esac
+    done || {
     tail -n 30 "$log" >&2
     echo "setup: pip failed; the whole output is in $log" >&2
     return 1
   }
 }
 
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && current=$(identity .venv/bin/python); then
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] &&
+  current=$(identity .venv/bin/python); then
   if [ -z "${PYTHON:-}" ] || [ "$(identity "$PYTHON")" = "$current" ]; then
     exit
   fi
