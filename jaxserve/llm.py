@@ -10,7 +10,7 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 from tqdm import tqdm
@@ -32,7 +32,7 @@ class LLM:
 
     Args:
       model: a Hugging Face directory, a .gguf file, or a name on the Hugging Face hub.
-      dtype: of weights and KV cache.
+      dtype: "bfloat16" or "float32", of weights and KV cache.
       max_model_len, max_num_seqs, max_num_batched_tokens, block_size, num_blocks,
         enable_prefix_caching, num_scheduler_steps, launches_in_flight, seed and
         engine_options: see `EngineConfig`.
@@ -45,9 +45,9 @@ class LLM:
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: str | Path,
         *,
-        dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        dtype: str = "bfloat16",
         max_model_len: int = 2048,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
@@ -75,14 +75,12 @@ class LLM:
             seed=seed,
             **engine_options,
         )
-        decoder, params, self._tokenizer = load(
-            Path(model) if isinstance(model, os.PathLike) else model, dtype
-        )
+        decoder, params, self._tokenizer = load(model, dtype)
         longest = decoder.config.context_length
         if max_model_len > longest:
             raise ValueError(
                 f"max_model_len={max_model_len} must not exceed {longest}, the length "
-                f"that the model was made for; pass that or less"
+                "that the model was made for; pass that or less"
             )
         self.engine = Engine(decoder, params, config, policy, self._tokenizer)
         self._ids = itertools.count()
