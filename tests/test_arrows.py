@@ -87,6 +87,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "jaxserve.llm",
         "jaxserve.workloads",
     ),
+    "jaxserve.__main__": ("jaxserve.__init__", "absl"),
     "experiments": ("jaxserve.__init__", "absl", "matplotlib", "optax"),
 }
 
