@@ -159,7 +159,7 @@ def _layer(
     page = jnp.where(
         batch.write_block < num_blocks, batch.write_block + first_page, kv.shape[0]
     )
-    kv = write_kv(kv, k.astype(kv.dtype), v.astype(kv.dtype), page, shared.offset)
+    kv = write_kv(kv, k, v, page, shared.offset)
     attended = paged_attention(
         q.astype(kv.dtype),
         kv,

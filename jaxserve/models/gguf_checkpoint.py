@@ -69,6 +69,11 @@ class GGUFFile:
                 f"general.architecture={architecture!r} in {path.name} is not "
                 f"supported; known: {', '.join(ARCHITECTURES)}"
             )
+        if self.get("split.count", 1) > 1:
+            raise ValueError(
+                f"{path.name} is one of {self.get('split.count')} parts, and parts are "
+                "not supported; join them with llama-gguf-split --merge"
+            )
         self._prefix = f"{architecture}."
         self._rope_factors = self._tensors.pop(ROPE_FACTORS, None)
 
@@ -133,7 +138,13 @@ class GGUFFile:
             data = tensor.data[self._original_rows(name)[start:stop]]
         else:
             data = tensor.data[start:stop]
-        return gguf.dequantize(data, tensor.tensor_type)
+        try:
+            return gguf.dequantize(data, tensor.tensor_type)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"{tensor.name} is stored as {tensor.tensor_type.name}, which the gguf "
+                "library cannot read; use a file of another quantisation, such as Q8_0"
+            ) from error
 
     def _original_rows(self, name: str) -> np.ndarray:
         heads = self._need("attention.head_count")

@@ -19,6 +19,14 @@ from jaxserve.models.decoder import DecoderConfig
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 
+_ONLY = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "quantization_config": None,
+}
+"""Fields of config.json that change the arithmetic, and the one value known here."""
+
 # Buffers that old exporters wrote beside the parameters; recomputed, never read.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|masked_bias$|attn\.bias$")
 
@@ -36,11 +44,7 @@ def read_config(directory: Path, dtype: str) -> DecoderConfig:
             f"architectures={architectures!r} is not supported; "
             f"known: {', '.join(ARCHITECTURES)}"
         )
-    for field, wanted in (
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-    ):
+    for field, wanted in _ONLY.items():
         if text.get(field, wanted) != wanted:
             raise ValueError(
                 f"{field}={text[field]!r} in config.json is not supported; "

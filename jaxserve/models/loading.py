@@ -29,7 +29,7 @@ def load(
 
     Returns:
       The model, whose eos_ids join those of every file; its parameters; its tokenizer,
-      or None if the directory has none (prompts are token ids then).
+      or None if the files hold none (prompts are token ids then).
 
     Raises:
       ValueError: naming the architecture, field or tensor that does not fit.
@@ -42,7 +42,9 @@ def load(
         tokenizer = Tokenizer.from_directory(path) if has_tokenizer else None
     else:
         source = GGUFFile(path)
-        config, tokenizer = source.config(dtype), build_tokenizer(source)
+        config = source.config(dtype)
+        has_tokenizer = source.get("tokenizer.ggml.model") is not None
+        tokenizer = build_tokenizer(source) if has_tokenizer else None
     if tokenizer is not None:
         eos_ids = tuple(sorted({*config.eos_ids, *tokenizer.eos_ids}))
         config = dataclasses.replace(config, eos_ids=eos_ids)

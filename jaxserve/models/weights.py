@@ -44,7 +44,7 @@ def load_params(config: DecoderConfig, source: TensorSource) -> Params:
 
     Raises ValueError naming the tensors that are missing, unexpected or misshapen.
     """
-    _check(_expected_shapes(config), source.shapes, config.tied)
+    _check(config, source)
     dtype = np.dtype(config.dtype)
     params: dict[str, Any] = {
         "embed": jax.device_put(_read(source, EMBEDDING, dtype)),
@@ -104,28 +104,30 @@ def _expected_shapes(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check(
-    expected: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, tuple[int, ...]],
-    tied: bool,
-) -> None:
+def _check(config: DecoderConfig, source: TensorSource) -> None:
+    expected, found = _expected_shapes(config), dict(source.shapes)
+    if config.tied and HEAD in found and _same(source, HEAD, EMBEDDING):
+        del found[HEAD]  # some exporters write the tied head out
     missing = sorted(expected.keys() - found.keys())
     unexpected = sorted(found.keys() - expected.keys())
-    if tied and HEAD in unexpected:
-        raise ValueError(
-            f"the checkpoint holds {HEAD} and its config says tie_word_embeddings: "
-            "set the flag to false to use the tensor, or remove the tensor"
-        )
     if missing or unexpected:
         raise ValueError(
-            f"the checkpoint does not fit its config: missing {_some(missing)}; "
-            f"unexpected {_some(unexpected)}"
+            f"the checkpoint does not fit its config (tied={config.tied}): "
+            f"missing {_some(missing)}; unexpected {_some(unexpected)}"
         )
     for name, shape in expected.items():
         if tuple(found[name]) != shape:
             raise ValueError(
                 f"{name} has shape {tuple(found[name])} and the config says {shape}"
             )
+
+
+def _same(source: TensorSource, one: str, other: str) -> bool:
+    shape = source.shapes[one]
+    return shape == source.shapes.get(other) and all(
+        np.array_equal(source.rows(one, *span), source.rows(other, *span))
+        for span in _slices(shape)
+    )
 
 
 def _some(names: list[str], most: int = 8) -> str:

@@ -1,0 +1,108 @@
+"""Drives a decoder over a paged cache the way an engine would, for tests.
+
+Blocks are handed out in shuffled order from pages that start as NaN, so a row that is
+read before it is written, or from the wrong block, cannot pass unseen.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.models.base import Batch
+from jaxserve.models.decoder import Decoder
+
+
+@functools.cache
+def forward(decoder: Decoder) -> Any:
+    """The jitted forward pass, pages donated; one per decoder for the whole run."""
+    return jax.jit(decoder.forward, donate_argnums=1)
+
+
+class PagedRun:
+    """Sequences that share one pool of blocks; every call has the same shape."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        params: Any,
+        *,
+        block_size: int = 4,
+        num_blocks: int = 64,
+        columns: int = 32,
+        tokens: int = 160,
+        rows: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.decoder, self.params = decoder, params
+        self.block_size, self.num_blocks, self.columns = block_size, num_blocks, columns
+        self.tokens, self.rows = tokens, rows or tokens
+        shapes = decoder.page_shapes(num_blocks, block_size)
+        self.pages = {
+            name: jnp.full(shape.shape, jnp.nan, shape.dtype)
+            for name, shape in shapes.items()
+        }
+        self._free = list(range(num_blocks))
+        random.Random(seed).shuffle(self._free)
+        self._blocks: dict[str, list[int]] = {}
+        self.lengths: dict[str, int] = {}
+
+    def batch(self, new: Mapping[str, Sequence[int]], every: bool) -> Batch:
+        """The batch that appends `new` tokens to each sequence, decode rows first."""
+        names = sorted(new, key=lambda name: len(new[name]) != 1)  # stable
+        size, rows, absent = self.tokens, self.rows, self.num_blocks
+        tokens, positions = np.zeros((2, size), np.int32)
+        write = np.full(size, absent, np.int32)
+        table = np.full((rows, self.columns), absent, np.int32)
+        kv_lens, last = np.zeros((2, rows), np.int32)
+        cu = np.zeros(rows + 1, np.int32)
+        at = 0
+        for row, name in enumerate(names):
+            start = self.lengths.get(name, 0)
+            stop = start + len(new[name])
+            blocks = self._blocks.setdefault(name, [])
+            while len(blocks) * self.block_size < stop:
+                blocks.append(self._free.pop())
+            span = slice(at, at + len(new[name]))
+            tokens[span] = new[name]
+            positions[span] = np.arange(start, stop)
+            write[span] = [blocks[p // self.block_size] for p in range(start, stop)]
+            table[row, : len(blocks)] = blocks
+            kv_lens[row] = self.lengths[name] = stop
+            at += len(new[name])
+            cu[row + 1 :] = at
+            last[row] = at - 1
+        return Batch(
+            tokens=jnp.asarray(tokens),
+            positions=jnp.asarray(positions),
+            write_block=jnp.asarray(write),
+            table=jnp.asarray(table),
+            kv_lens=jnp.asarray(kv_lens),
+            cu_q_lens=jnp.asarray(cu),
+            num_decode=jnp.int32(sum(len(ids) == 1 for ids in new.values())),
+            # Logits are asked for by row; rows without tokens can ask for any token.
+            logit_index=jnp.asarray(np.arange(rows, dtype=np.int32) if every else last),
+        )
+
+    def step(
+        self, new: Mapping[str, Sequence[int]], *, every: bool = True
+    ) -> dict[str, np.ndarray]:
+        """Append tokens; f32[n, V] logits of each sequence's new tokens, or f32[V]."""
+        batch = self.batch(new, every)
+        logits, self.pages = forward(self.decoder)(self.params, self.pages, batch)
+        logits = np.asarray(logits)
+        assert np.isfinite(logits).all()
+        names = sorted(new, key=lambda name: len(new[name]) != 1)
+        if not every:
+            return {name: logits[row] for row, name in enumerate(names)}
+        out, at = {}, 0
+        for name in names:
+            out[name] = logits[at : at + len(new[name])]
+            at += len(new[name])
+        return out

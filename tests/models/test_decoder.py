@@ -1,0 +1,175 @@
+"""The decoder against transformers: tiny models at every position, however scheduled.
+
+The references are `logits.npz` beside each tiny model (tools/make_fixtures.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.models import load
+from jaxserve.models.decoder import Decoder, DecoderConfig
+from tests.models.paged import PagedRun, forward
+
+FIXTURES = pathlib.Path(__file__).resolve().parents[1] / "fixtures"
+MODELS = ("tiny_llama", "tiny_llama_tied")
+FILES = ("", "model.gguf")
+TOLERANCE = 1e-4
+
+
+@functools.cache
+def loaded(model: str, file: str = ""):
+    return load(FIXTURES / model / file, "float32")
+
+
+@functools.cache
+def reference(model: str) -> dict[str, tuple[list[int], np.ndarray]]:
+    """Prompt ids and f32[n, V] logits by name."""
+    with np.load(FIXTURES / model / "logits.npz") as saved:
+        ends = np.cumsum(saved["prompt_lengths"])
+        spans = list(zip([0, *ends], ends, strict=False))
+        return {
+            f"p{index}": (saved["prompt_ids"][a:b].tolist(), saved["logits"][a:b])
+            for index, (a, b) in enumerate(spans)
+        }
+
+
+def check(model: str, run: PagedRun, steps: list[dict[str, int]]) -> None:
+    """Feed the prompts in `steps` (tokens by prompt) and compare every logit."""
+    expected = reference(model)
+    for step in steps:
+        at = {name: run.lengths.get(name, 0) for name in step}
+        new = {n: expected[n][0][at[n] : at[n] + count] for n, count in step.items()}
+        for name, logits in run.step(new).items():
+            wanted = expected[name][1][at[name] : at[name] + len(logits)]
+            np.testing.assert_allclose(logits, wanted, atol=TOLERANCE, rtol=0)
+    assert run.lengths == {name: len(ids) for name, (ids, _) in expected.items()}
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("model", MODELS)
+def test_one_batch_holds_all_prompts(model, file):
+    decoder, params, _ = loaded(model, file)
+    lengths = {name: len(ids) for name, (ids, _) in reference(model).items()}
+    check(model, PagedRun(decoder, params), [lengths])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_odd_chunks(model):
+    decoder, params, _ = loaded(model)
+    left = {name: len(ids) for name, (ids, _) in reference(model).items()}
+    steps = []
+    for size in (1, 2, 3, 5, 7, 11, 13, 17, 19, 23, 29):
+        step = {name: min(size, count) for name, count in left.items() if count}
+        left = {name: count - step.get(name, 0) for name, count in left.items()}
+        steps.append(step)
+    check(model, PagedRun(decoder, params, seed=1), steps)
+
+
+def test_prompts_end_as_decode_rows():
+    decoder, params, _ = loaded("tiny_llama")
+    lengths = {n: len(ids) for n, (ids, _) in reference("tiny_llama").items()}
+    last = {name: min(length, 12) for name, length in lengths.items()}
+    steps = [
+        {name: lengths[name] - last[name] for name in lengths if lengths[name] > 12}
+    ]
+    for done in range(12):
+        steps.append({name: 1 for name, count in last.items() if count > done})
+    check("tiny_llama", PagedRun(decoder, params, seed=2), steps)
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 2**32))
+def test_any_schedule(seed):
+    decoder, params, _ = loaded("tiny_llama")
+    rng = random.Random(seed)
+    left = {n: len(ids) for n, (ids, _) in reference("tiny_llama").items()}
+    steps = []
+    while any(left.values()):
+        drawn = {
+            name: rng.choice([0, 1, 1, count // 2, count])
+            for name, count in left.items()
+        }
+        step = {name: min(drawn[name], left[name]) for name in left}
+        steps.append({name: count for name, count in step.items() if count})
+        left = {name: left[name] - step[name] for name in left}
+    run = PagedRun(decoder, params, seed=seed)
+    check("tiny_llama", run, [step for step in steps if step])
+
+
+def test_padding_is_finite_and_writes_nothing():
+    decoder, params, _ = loaded("tiny_llama")
+    run = PagedRun(decoder, params)
+    batch = run.batch({"decode": [3], "chunk": [5, 6, 7]}, every=True)
+    # An idle decode row in front: one token, nothing to attend to, nothing to write.
+    idle = batch._replace(
+        kv_lens=batch.kv_lens.at[0].set(0),
+        write_block=batch.write_block.at[0].set(run.num_blocks),
+    )
+    before = np.asarray(run.pages["kv"])
+    logits, pages = forward(decoder)(params, run.pages, idle)
+    after = np.asarray(pages["kv"])
+    assert np.isfinite(np.asarray(logits)).all()
+    layers, block = decoder.config.num_layers, int(batch.write_block[1])
+    written = np.zeros(before.shape[:2], bool)
+    written[[layer * run.num_blocks + block for layer in range(layers)], :3] = True
+    assert np.isfinite(after[written]).all()
+    np.testing.assert_array_equal(after[~written], before[~written])
+
+
+def test_the_cache_is_never_copied():
+    decoder, params, _ = loaded("tiny_llama")
+    batch = PagedRun(decoder, params).batch({"a": [1, 2, 3]}, every=False)
+    temporary = []
+    for num_blocks in (1000, 4000):
+        pages = decoder.page_shapes(num_blocks, 4)
+        lowered = jax.jit(decoder.forward, donate_argnums=1).lower(params, pages, batch)
+        memory = lowered.compile().memory_analysis()
+        size = pages["kv"].size * pages["kv"].dtype.itemsize
+        assert memory.alias_size_in_bytes == size
+        temporary.append(memory.temp_size_in_bytes)
+    assert temporary[0] == temporary[1] < size
+
+
+def test_tied_head_is_the_embedding_exactly():
+    decoder, params, _ = loaded("tiny_llama_tied")
+    untied = Decoder(dataclasses.replace(decoder.config, tied=False))
+    ids = {"a": [7, 3, 9, 1]}
+    tied = PagedRun(decoder, params).step(ids)["a"]
+    head = {**params, "head": jnp.array(params["embed"])}
+    np.testing.assert_array_equal(PagedRun(untied, head).step(ids)["a"], tied)
+
+
+def test_bfloat16_holds_bfloat16_weights_and_pages():
+    decoder, params, _ = load(FIXTURES / "tiny_llama", "bfloat16")
+    run = PagedRun(decoder, params)
+    ids, wanted = reference("tiny_llama")["p3"]
+    logits = run.step({"a": ids})["a"]
+    assert logits.dtype == np.float32
+    assert run.pages["kv"].dtype == params["layers"]["qkv"].dtype == jnp.bfloat16
+    # Eight bits of mantissa leave about 1% after two layers; the logits spread by 1.3.
+    assert np.sqrt(np.mean(np.square(logits - wanted))) < 0.04
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 3}, "num_heads=3 must be a multiple of num_kv_heads=2"),
+        ({"head_dim": 18}, "rope_frequencies has 8 entries and head_dim=18 needs 9"),
+        ({"dtype": "float16"}, "dtype='float16' must be 'bfloat16' or 'float32'"),
+    ],
+)
+def test_config_refuses(change, message):
+    config: DecoderConfig = loaded("tiny_llama")[0].config
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **change)
