@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ import jax
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig, SamplingParams
+from jaxserve.core import Event
 from jaxserve.engine import Engine
 from jaxserve.executors.jax_executor import JaxExecutor
 from jaxserve.models import load
@@ -38,6 +39,7 @@ class LLM:
         engine_options: see `EngineConfig`.
       scheduling_policy: a name from `scheduling.policies.POLICIES`.
       warmup: compile every launch shape now rather than when it is first needed.
+      on_event: called with every `core.Event`, in order.
 
     Compiled programs are kept in JAX's persistent cache. Where none is configured, LLM
     configures $XDG_CACHE_HOME/jaxserve (~/.cache/jaxserve).
@@ -59,6 +61,7 @@ class LLM:
         scheduling_policy: str = "fcfs",
         seed: int = 0,
         warmup: bool = False,
+        on_event: Callable[[Event], None] | None = None,
         **engine_options: Any,
     ):
         _keep_compiled_programs()
@@ -82,7 +85,9 @@ class LLM:
                 f"max_model_len={max_model_len} must not exceed {longest}, the length "
                 "that the model was made for; pass that or less"
             )
-        self.engine = Engine(decoder, params, config, policy, self._tokenizer)
+        self.engine = Engine(
+            decoder, params, config, policy, self._tokenizer, on_event=on_event
+        )
         self._ids = itertools.count()
         if warmup:
             executor = cast(JaxExecutor, self.engine.executor)

@@ -1,14 +1,18 @@
 """Drives engines on the hash model in tests: workloads, clocks, recorded plans.
 
-The oracle is the model's definition, `next_token`, applied to the context directly.
+The oracle is the model's definition, `next_token`, applied to the context directly; for
+random requests, with the documented key of each position.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve import Engine, EngineConfig, RequestOutput, SamplingParams
@@ -39,6 +43,28 @@ def direct(prompt: Sequence[int], n: int, eos: Sequence[int] = ()) -> list[int]:
     return out
 
 
+@functools.cache
+def _noise(seed: int, position: int) -> np.ndarray:
+    """Gumbel noise of one position, by the documented key scheme; f32[97]."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0), position)
+    return np.asarray(jax.random.gumbel(key, (97,), jnp.float32))
+
+
+def direct_random(
+    prompt: Sequence[int], n: int, seed: int, eos: Sequence[int] = ()
+) -> list[int]:
+    """The hash model's output at temperature 1, without an engine."""
+    out: list[int] = []
+    while len(out) < n:
+        context = [*prompt, *out]
+        away = (np.arange(97) - next_token(context)) % 97
+        logits = away.astype(np.float32) * np.float32(-0.25)
+        out.append(int(np.argmax(logits + _noise(seed, len(context)))))
+        if out[-1] in eos:
+            break
+    return out
+
+
 @dataclasses.dataclass
 class Job:
     """A request of a workload."""
@@ -49,10 +75,21 @@ class Job:
     salt: str | None = None
     abort_after: int | None = None  # engine steps after submission
     priority: int = 0
+    seed: int | None = None  # draws at temperature 1; None is greedy
 
     def expected(self, eos: Sequence[int] = ()) -> list[int]:
         """Its output by the model's definition."""
+        if self.seed is not None:
+            return direct_random(self.prompt, self.max_tokens, self.seed, eos)
         return direct(self.prompt, self.max_tokens, eos)
+
+    @property
+    def params(self) -> SamplingParams:
+        """Its sampling parameters."""
+        temperature = 0.0 if self.seed is None else 1.0
+        return SamplingParams(
+            temperature=temperature, seed=self.seed, max_tokens=self.max_tokens
+        )
 
 
 def workload(
@@ -82,6 +119,7 @@ def workload(
                 if aborts and rng.random() < 0.2
                 else None,
                 priority=rng.randrange(3),
+                seed=rng.choice([None, None, rng.randrange(8)]),
             )
         )
     return jobs
@@ -174,7 +212,7 @@ def drive(
         engine.add_request(
             str(i),
             job.prompt,
-            greedy(job.max_tokens),
+            job.params,
             arrival_time=job.arrival_s,
             priority=job.priority,
             cache_salt=job.salt,

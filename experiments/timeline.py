@@ -1,0 +1,72 @@
+"""A picture of a run: what each slot did over time, and the KV blocks in use below.
+
+Owns the drawing. Never sees an engine, only its events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
+
+from jaxserve.core import Event
+
+PREFILL, DECODE, IDLE, PREEMPTED = "#d95f02", "#1b6ca8", "#eeeeee", "#c2185b"
+
+
+def draw(events: Sequence[Event], num_blocks: int, slots: int, path: Path) -> None:
+    """Draw the run to a PNG.
+
+    Args:
+      events: of the run, in order. num_blocks, slots: of the engine.
+    """
+    launches = [e for e in events if e.kind == "launch" and e.data["token_bucket"]]
+    spans: dict[str, list[tuple[int, float, float]]] = {PREFILL: [], DECODE: []}
+    for event in launches:
+        start, end = event.data["submitted_s"], event.time_s
+        for slot, prompt_tokens, _ in event.data["slots"]:
+            color = PREFILL if prompt_tokens else DECODE
+            spans[color].append((slot, start, end - start))
+    begin = launches[0].data["submitted_s"]
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(11, 5.5), sharex=True, height_ratios=[2, 1], layout="constrained"
+    )
+    end = launches[-1].time_s
+    top.barh(range(slots), end - begin, 0.8, color=IDLE)
+    for color, bars in spans.items():
+        rows, starts, widths = zip(*bars, strict=True) if bars else ((), (), ())
+        lefts = [start - begin for start in starts]
+        top.barh(rows, widths, 0.8, left=lefts, color=color)
+    lost = [e for e in events if e.kind == "preempted"]
+    top.scatter(
+        [e.time_s - begin for e in lost],
+        [e.data["slot"] for e in lost],
+        marker="x",
+        color=PREEMPTED,
+        zorder=3,
+    )
+    labels = {PREFILL: "prefill", DECODE: "decode", IDLE: "idle"}
+    handles = [Patch(color=color, label=name) for color, name in labels.items()]
+    handles.append(Patch(color=PREEMPTED, label=f"preempted ({len(lost)})"))
+    top.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
+    top.set(ylabel="slot", yticks=range(slots), ylim=(-0.6, slots - 0.4))
+    times = [e.time_s - begin for e in launches]
+    used = [num_blocks - e.data["num_free"] for e in launches]
+    named = [e.data["live_handles"] for e in launches]
+    bottom.fill_between(times, used, step="post", color=DECODE, alpha=0.35)
+    bottom.plot(times, used, drawstyle="steps-post", color=DECODE, label="in use")
+    bottom.plot(
+        times, named, drawstyle="steps-post", color=PREFILL, label="named (reusable)"
+    )
+    bottom.axhline(num_blocks, color="black", linewidth=0.8, linestyle=":")
+    bottom.set(xlabel="seconds", ylabel="KV blocks", xlim=(0, end - begin))
+    bottom.set_ylim(0, num_blocks * 1.08)
+    bottom.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,74 @@
+"""One compile per shape (docs/design.md, contract 7): after warm-up, none."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxserve import Engine, EngineConfig, SamplingParams
+from jaxserve.config import bucket
+from jaxserve.executors.jax_executor import JaxExecutor
+from jaxserve.models.hash_model import HashModel
+
+CONFIG = EngineConfig(
+    block_size=4,
+    num_blocks=40,
+    max_num_seqs=5,
+    max_model_len=40,
+    max_num_batched_tokens=37,
+    num_scheduler_steps=2,
+    max_logprobs=2,
+)
+
+
+@pytest.fixture(scope="module")
+def warm_engine() -> Engine:
+    # Its own eos_ids keep this engine's programs apart from every other test's.
+    model = HashModel(eos_ids=(91, 92, 93))
+    engine = Engine(model, model.init_params(), CONFIG)
+    assert isinstance(engine.executor, JaxExecutor)
+    engine.executor.warmup(iter)
+    return engine
+
+
+def test_warm_up_compiles_the_listed_set(warm_engine: Engine) -> None:
+    assert warm_engine.stats()["compiles"] == len(warm_engine.shape.launch_shapes())
+
+
+@pytest.mark.parametrize("launches", [1, 2])
+def test_nothing_compiles_after_warm_up(warm_engine: Engine, launches: int) -> None:
+    before = warm_engine.stats()["compiles"]
+    rng = np.random.default_rng(launches)
+    variants = [
+        SamplingParams(temperature=temperature, logprobs=logprobs, **more)
+        for temperature in (0.0, 1.0)
+        for logprobs in (None, 0, 2)
+        for more in ({}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}, {"seed": 7})
+    ]
+    for i in range(160):
+        prompt = rng.integers(0, 97, size=rng.integers(1, 37)).tolist()
+        params = dataclasses.replace(
+            variants[i % len(variants)], max_tokens=int(rng.integers(1, 4))
+        )
+        warm_engine.add_request(f"{launches}/{i}", prompt, params)
+        for _ in range(rng.integers(0, 3)):
+            warm_engine.step()
+    while warm_engine.has_unfinished_requests():
+        warm_engine.step()
+    assert warm_engine.stats()["compiles"] == before
+
+
+def test_every_total_has_a_listed_shape(warm_engine: Engine) -> None:
+    shape = warm_engine.shape
+    listed = set(shape.launch_shapes())
+    for rows in range(1, CONFIG.max_num_seqs + 1):
+        for tokens in range(rows, CONFIG.max_num_batched_tokens + 1):
+            r, t = shape.launch_shape(rows, tokens)
+            assert (r, t) in listed and r >= rows and t >= tokens
+    assert shape.launch_shape(3, 0) in listed
+
+
+def test_the_largest_bucket_is_the_budget() -> None:
+    assert bucket(37, CONFIG.shape(40).token_buckets) == 37
+    with pytest.raises(ValueError, match="38 exceeds the largest bucket"):
+        bucket(38, CONFIG.shape(40).token_buckets)
