@@ -44,7 +44,8 @@ class Tokenizer:
         eos = self._id(self._special.get("eos_token"))
         ids = {*eos_ids} if eos is None else {*eos_ids, eos}
         self.eos_ids: tuple[int, ...] = tuple(sorted(ids))
-        self.bos_id: int | None = self._id(self._special.get("bos_token"))
+        self.bos_id = self._id(self._special.get("bos_token"))
+        self._adds_bos = backend.encode("").ids[:1] == [self.bos_id]
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
@@ -93,11 +94,7 @@ class Tokenizer:
         it already, as a rendered conversation may: never two.
         """
         ids = self._backend.encode(text).ids
-        if len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
-            bare = self._backend.encode(text, add_special_tokens=False).ids
-            if bare[:1] == [self.bos_id]:
-                return ids[1:]
-        return ids
+        return ids[1:] if self._adds_bos and ids[1:2] == [self.bos_id] else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
