@@ -1,0 +1,198 @@
+"""Runs the engine on the reference executor, by hand or to the end; test-only policies.
+
+`free` is the cases' word: blocks that are free or cached for nobody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+
+from jaxserve import Engine, EngineConfig, RequestOutput, SamplingParams
+from jaxserve.core import Event
+from jaxserve.executors.base import Executor
+from jaxserve.executors.cost_model import LinearCost
+from jaxserve.executors.jax_executor import JaxExecutor
+from jaxserve.executors.sim_executor import SimExecutor, Truth
+from jaxserve.models.hash_model import HashModel
+from jaxserve.scheduling.policies import Policy, fcfs
+from tests.engine.reference_executor import ReferenceExecutor
+from tests.serving import Job, Recorder, Run, greedy
+
+SIM_C = LinearCost(fixed_s=0.010, token_s=0.001)
+"""The cases' simulated clock: a step costs 10 ms + 1 ms per token scheduled in it."""
+
+
+def by_priority() -> Policy:
+    """Class = priority, lower first; FCFS within a class."""
+    return fcfs()._replace(
+        rank=lambda state, view, now_s: (view.priority, (view.arrival_s, view.index))
+    )
+
+
+def equals() -> Policy:
+    """Class = priority, and equal keys within a class: only the ties decide."""
+    return fcfs()._replace(rank=lambda state, view, now_s: (view.priority, ()))
+
+
+class Served:
+    """An engine with its clock on Sim-C, its plans and its events."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        policy: Policy | None = None,
+        eos: tuple[int, ...] = (),
+        executor: Callable[[HashModel, object, object], Executor] | None = None,
+        cost: LinearCost = SIM_C,
+        seed: int = 0,
+    ):
+        self.events: list[Event] = []
+        self.outputs: dict[str, RequestOutput] = {}
+        model = HashModel(eos_ids=eos)
+
+        def make(model, params, shape):
+            inner = (
+                executor(model, params, shape)
+                if executor
+                else ReferenceExecutor(shape, cost, seed)
+            )
+            self.recorder = Recorder(inner)
+            return self.recorder
+
+        self.engine = Engine(
+            model,
+            model.init_params(),
+            config,
+            policy,
+            executor=make,
+            on_event=self.events.append,
+        )
+
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int | None, **more):
+        """Submit a greedy request; sampling fields go to its parameters."""
+        fields = {f.name for f in dataclasses.fields(SamplingParams)}
+        sampling = {k: more.pop(k) for k in list(more) if k in fields}
+        self.engine.add_request(name, prompt, greedy(max_tokens, **sampling), **more)
+
+    def step(self) -> list[RequestOutput]:
+        """One engine step; outputs are kept by name."""
+        new = self.engine.step()
+        for output in new:
+            self.outputs[output.request_id] = output
+        return new
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Step until the condition holds."""
+        for _ in range(2000):
+            if condition():
+                return
+            self.step()
+        raise AssertionError("the engine makes no progress")
+
+    def finish(self) -> None:
+        """Step until nothing is left; nothing may leak."""
+        self.until(lambda: not self.engine.has_unfinished_requests())
+        assert self.engine.holds_nothing()
+
+    def run(self, name: str, prompt: Sequence[int], max_tokens: int, **more):
+        """Serve one more request to its end."""
+        self.add(name, prompt, max_tokens, **more)
+        self.finish()
+        return self.outputs[name]
+
+    def tokens(self, name: str) -> list[int]:
+        """Output tokens of a request so far."""
+        if name not in self.outputs:
+            return []
+        return self.outputs[name].outputs[0].token_ids
+
+    def reason(self, name: str) -> str | None:
+        """Why a request ended."""
+        return self.outputs[name].outputs[0].finish_reason
+
+    def free(self) -> int:
+        """Blocks that are free or cached for nobody, after every launch planned."""
+        stats = self.stats()
+        return stats["free_blocks"] + stats["idle_cached_blocks"]
+
+    def stats(self) -> dict:
+        """The engine's counters and gauges."""
+        return self.engine.stats()
+
+    def of(self, kind: str, name: str | None = None) -> list[Event]:
+        """The events of a kind, of one request or of all."""
+        return [
+            e
+            for e in self.events
+            if e.kind == kind and (name is None or e.request_id == name)
+        ]
+
+
+def jax_executor(cost: LinearCost | None = SIM_C):
+    """A maker of the real executor on a logical clock."""
+
+    def make(model, params, shape):
+        return JaxExecutor(model, params, shape, cost=cost)
+
+    return make
+
+
+def sim_executor(truth: dict[int, Truth], cost: LinearCost = SIM_C):
+    """A maker of the simulated executor."""
+    return lambda model, params, shape: SimExecutor(shape, truth, cost)
+
+
+def truths(jobs: Sequence[Job], eos: Sequence[int] = ()) -> dict[int, Truth]:
+    """What each job's output would be, for a simulation."""
+    found = {}
+    for i, job in enumerate(jobs):
+        tokens = job.expected(eos)
+        found[i] = Truth(tokens, bool(tokens) and tokens[-1] in eos)
+    return found
+
+
+def serve(served: Served, jobs: Sequence[Job], *, resets: Sequence[int] = ()) -> Run:
+    """Submit all jobs and serve them to the end, forgetting the cache at some steps."""
+    for i, job in enumerate(jobs):
+        served.engine.add_request(
+            str(i),
+            job.prompt,
+            job.params,
+            arrival_time=job.arrival_s,
+            priority=job.priority,
+            cache_salt=job.salt,
+        )
+    steps = 0
+    while served.engine.has_unfinished_requests():
+        for i, job in enumerate(jobs):
+            if job.abort_after == steps:
+                served.engine.abort_request(str(i))
+        if steps in resets:
+            served.engine.reset_prefix_cache()
+        served.step()
+        steps += 1
+        assert steps < 300 * (len(jobs) + 5), "the engine makes no progress"
+    return Run(served.engine, served.recorder, served.outputs, served.events)
+
+
+def random_config(rng: random.Random, **fixed) -> EngineConfig:
+    """Small engines of every kind; `fixed` fields override."""
+    seqs = rng.randint(1, 5)
+    size = rng.choice([1, 2, 4, 8])
+    fields = {
+        "max_model_len": 64,
+        "max_num_seqs": seqs,
+        "max_num_batched_tokens": rng.choice([seqs, seqs + 3, 16, 40]),
+        "block_size": size,
+        "num_blocks": -(-rng.choice([44, 60, 120]) // size),
+        "enable_prefix_caching": rng.random() < 0.8,
+        "num_scheduler_steps": rng.choice([1, 2, 4]),
+        "launches_in_flight": rng.choice([1, 2, 3]),
+        "max_chunk_tokens": rng.choice([None, None, 3, 8]),
+        "skip_limit": rng.choice([0, 0, 3]),
+        "max_logprobs": 2,
+    }
+    return EngineConfig(**{**fields, **fixed})

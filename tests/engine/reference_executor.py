@@ -1,0 +1,220 @@
+"""The device side by its definition: plain Python, block by block, token by token.
+
+Runs plans on the hash model as `device/step.py` must. What the device trusts the host
+for is asserted here, a freed block is forgotten at once, and free blocks are handed out
+in random order. Nothing compiles, so any shape is cheap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.config import EngineShape
+from jaxserve.core import ADMIT_FIELDS, StepOutput, StepPlan
+from jaxserve.executors.cost_model import LinearCost, LogicalClock
+from jaxserve.models.hash_model import VOCAB, next_token
+from tests.serving import direct_random
+
+
+@dataclasses.dataclass
+class _Slot:
+    columns: list[int] = dataclasses.field(default_factory=list)  # physical blocks
+    length: int = 0
+    last: int = 0
+    stopped: bool = True
+    stop_from: int = 0
+    stop_ids: tuple[int, ...] = ()
+    seed: int | None = None  # None is greedy
+
+
+class _Ticket(NamedTuple):
+    output: StepOutput
+    plan: StepPlan
+    submitted_s: float
+
+
+def _listed(edits: np.ndarray, padding: int) -> list:
+    """The entries before the padding; nothing may follow it."""
+    last = edits[:, -1] if edits.ndim == 2 else edits
+    count = int((last < padding).sum())
+    assert (last[:count] < padding).all(), "an entry follows the padding"
+    return edits[:count].tolist()
+
+
+class ReferenceExecutor:
+    """An executor on the hash model; requests are greedy or of temperature 1."""
+
+    compiles = 0
+
+    def __init__(self, shape: EngineShape, cost: LinearCost, seed: int = 0):
+        self._shape = shape
+        self._clock = LogicalClock(shape, cost)
+        self._rng = random.Random(seed)
+        self.free = list(range(shape.num_blocks))
+        self.owners = [0] * shape.num_blocks
+        self.rows: dict[tuple[int, int], int] = {}  # (block, offset): token id
+        self.cache: dict[int, int] = {}  # handle: block
+        self.slots = [_Slot() for _ in range(shape.max_slots)]
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def sleep_until(self, t_s: float) -> None:
+        self._clock.sleep_until(t_s)
+
+    def submit(self, plan: StepPlan, who) -> _Ticket:
+        assert len(who) == len(_listed(plan.decode[:, 0], self._shape.max_slots))
+        return _Ticket(self._run(plan), plan, self.now())
+
+    def result(self, ticket: _Ticket) -> StepOutput:
+        self._clock.finish(ticket.plan, ticket.output.ran, ticket.submitted_s)
+        return ticket.output
+
+    # Blocks ---------------------------------------------------------------------------
+
+    def _take(self) -> int:
+        assert self.free, "a slot grows with no block free"
+        block = self.free.pop(self._rng.randrange(len(self.free)))
+        self.owners[block] = 1
+        return block
+
+    def _drop(self, block: int) -> None:
+        self.owners[block] -= 1
+        assert self.owners[block] >= 0
+        if not self.owners[block]:
+            self.free.append(block)
+            for offset in range(self._shape.block_size):
+                self.rows.pop((block, offset), None)
+
+    def _grow(self, slot: _Slot, length: int) -> None:
+        while len(slot.columns) < self._shape.blocks(length):
+            slot.columns.append(self._take())
+        assert len(slot.columns) <= self._shape.max_blocks_per_slot
+
+    def _write(self, slot: _Slot, position: int, token: int) -> None:
+        column, offset = divmod(position, self._shape.block_size)
+        block = slot.columns[column]
+        assert self.owners[block] == 1, "a shared block is written"
+        self.rows[block, offset] = token
+
+    def _context(self, slot: _Slot) -> list[int]:
+        size = self._shape.block_size
+        return [
+            self.rows[slot.columns[i // size], i % size] for i in range(slot.length)
+        ]
+
+    def _name(self, slot: int, column: int, handle: int) -> None:
+        who = self.slots[slot]
+        assert handle not in self.cache, "a handle is named twice"
+        assert (column + 1) * self._shape.block_size <= who.length, "named, not full"
+        self.cache[handle] = who.columns[column]
+        self.owners[who.columns[column]] += 1
+
+    # A launch -------------------------------------------------------------------------
+
+    def _edit(self, plan: StepPlan) -> list[int]:
+        slots, handles = self._shape.max_slots, self._shape.num_handles
+        for edit in _listed(plan.seal, handles):
+            self._name(*edit)
+        released = _listed(plan.release, slots)
+        assert len(set(released)) == len(released)
+        for slot in released:
+            for block in self.slots[slot].columns:
+                self._drop(block)
+            self.slots[slot] = _Slot()
+        retired = _listed(plan.retire, handles)
+        for handle in retired:
+            block = self.cache.pop(handle)
+            assert self.owners[block] == 1, "a handle in use is retired"
+            self._drop(block)
+        for slot, column, handle in _listed(plan.adopt, handles):
+            who = self.slots[slot]
+            assert len(who.columns) == column and who.stopped, "adopts into a used slot"
+            who.columns.append(self.cache[handle])
+            self.owners[self.cache[handle]] += 1
+            who.length = len(who.columns) * self._shape.block_size
+        count = int((plan.admit[:, 0] < slots).sum())
+        for row in plan.admit[:count].tolist():
+            values = dict(zip(ADMIT_FIELDS, row, strict=False))
+            who = self.slots[values["slot"]]
+            assert who.stopped, "a slot in use is admitted to"
+            if values["temperature"]:
+                bits = np.array([values["seed_low"], values["seed_high"]], np.int32)
+                who.seed = int(bits.view(np.uint64)[0])
+            who.stopped = False
+            who.stop_from = values["stop_from"]
+            who.stop_ids = tuple(t for t in row[len(ADMIT_FIELDS) :] if t >= 0)
+        return retired
+
+    def _sample(self, slot: _Slot) -> int:
+        context = self._context(slot)
+        if slot.seed is not None:
+            token = direct_random(context, 1, slot.seed)[0]
+            assert slot.length >= slot.stop_from or token not in slot.stop_ids
+        else:
+            token = next_token(context)
+        if slot.length < slot.stop_from:
+            while token in slot.stop_ids:  # the next likeliest of the hash model
+                token = (token + 1) % VOCAB
+        slot.last = token
+        slot.stopped = token in slot.stop_ids
+        return token
+
+    def _run(self, plan: StepPlan) -> StepOutput:
+        shape = self._shape
+        retired = self._edit(plan)
+        assert (plan.rows, plan.tokens) in shape.launch_shapes()
+        decode = _listed(plan.decode[:, 0], shape.max_slots)
+        count = len(decode)
+        assert len(set(decode)) == count, "a slot is listed twice"
+        assert (plan.decode[count:, 1] == 0).all() and (
+            plan.chunk_end[count:] == 0
+        ).all()
+        num_decode = int((plan.chunk_end[:count] == 0).sum())
+        assert (plan.chunk_end[:num_decode] == 0).all(), "decode rows come first"
+        chunk = plan.chunk[: int((plan.chunk[:, 0] < shape.max_slots).sum())].tolist()
+        assert num_decode + len(chunk) <= plan.tokens
+        tokens = np.zeros((shape.decode_steps, plan.rows), np.int32)
+        ran = np.zeros((shape.decode_steps, plan.rows), bool)
+        done = np.zeros(plan.rows, bool)
+        allowed = plan.decode[:, 1].tolist()
+        at = 0
+        for row, index in enumerate(decode):
+            slot, end = self.slots[index], int(plan.chunk_end[row])
+            assert allowed[row] <= shape.decode_steps
+            if end:
+                assert end > slot.length
+                self._grow(slot, end)
+                for position in range(slot.length, end):
+                    assert chunk[at][:2] == [index, position], "chunk out of place"
+                    self._write(slot, position, chunk[at][2])
+                    at += 1
+                slot.length = end
+            elif allowed[row] and not slot.stopped:
+                self._decode(slot)
+        assert at == len(chunk), "chunk tokens of no row"
+        for row, index in enumerate(decode):  # all have written before any is read
+            slot = self.slots[index]
+            if allowed[row] and not slot.stopped:
+                tokens[0, row], ran[0, row] = self._sample(slot), True
+                done[row] = slot.stopped
+        for slot, column, handle in _listed(plan.publish, shape.num_handles):
+            assert handle not in retired, "a retired handle is reused in its plan"
+            self._name(slot, column, handle)
+        for step in range(1, shape.decode_steps):
+            for row, index in enumerate(decode):
+                slot = self.slots[index]
+                if step < allowed[row] and not slot.stopped:
+                    self._decode(slot)
+                    tokens[step, row], ran[step, row] = self._sample(slot), True
+                    done[row] = slot.stopped
+        return StepOutput(tokens=tokens, ran=ran, done=done, num_free=len(self.free))
+
+    def _decode(self, slot: _Slot) -> None:
+        self._grow(slot, slot.length + 1)
+        self._write(slot, slot.length, slot.last)
+        slot.length += 1
