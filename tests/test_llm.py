@@ -1,0 +1,160 @@
+"""LLM: prompts as users write them, text, stop strings, log-probabilities, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.models import smollm2_path
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    try:
+        path = smollm2_path()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    return LLM(
+        path,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        num_blocks=64,
+        max_logprobs=4,
+    )
+
+
+def text(outputs: list) -> str:
+    return outputs[0].outputs[0].text
+
+
+def test_chat_answers(llm: LLM) -> None:
+    (output,) = llm.chat(FRANCE, GREEDY, use_tqdm=False)
+    completion = output.outputs[0]
+    assert completion.text == "The capital of France is Paris."
+    assert completion.finish_reason == "stop" and completion.stop_reason is None
+    tokenizer = llm.get_tokenizer()
+    assert completion.token_ids[-1] in tokenizer.eos_ids
+    assert tokenizer.decode(completion.token_ids) == completion.text
+    assert output.prompt_token_ids == tokenizer.apply_chat_template(FRANCE)
+
+
+def test_every_form_of_a_prompt_is_the_same_prompt(llm: LLM) -> None:
+    prompt = "The three laws of motion were stated by"
+    ids = llm.get_tokenizer().encode(prompt)
+    forms = [
+        prompt,
+        ids,
+        {"prompt": prompt},
+        {"prompt_token_ids": ids},
+        {"prompt": prompt, "cache_salt": "a"},
+    ]
+    together = llm.generate(forms, GREEDY, use_tqdm=False)
+    expected = llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    assert [o.outputs[0].token_ids for o in together] == [expected] * len(forms)
+    assert [o.prompt for o in together] == [prompt, None, prompt, None, prompt]
+    assert llm.generate(ids, GREEDY, use_tqdm=False)[0].prompt_token_ids == ids
+
+
+def test_parameters_for_each_prompt_keep_their_order(llm: LLM) -> None:
+    lengths = [9, 1, 5]
+    params = [dataclasses.replace(GREEDY, max_tokens=n) for n in lengths]
+    outputs = llm.generate(["One", "Two", "Three"], params, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
+    with pytest.raises(ValueError, match="sampling_params has 2 entries for 3 prompts"):
+        llm.generate(["One", "Two", "Three"], params[:2])
+
+
+def test_a_stop_string_across_tokens_is_cut_off(llm: LLM) -> None:
+    stop = dataclasses.replace(GREEDY, stop=["ance is"])
+    (output,) = llm.chat(FRANCE, stop, use_tqdm=False)
+    completion = output.outputs[0]
+    assert completion.text == "The capital of Fr"
+    assert completion.finish_reason == "stop" and completion.stop_reason == "ance is"
+    assert (
+        llm.get_tokenizer().decode(completion.token_ids) == "The capital of France is"
+    )
+    late = dataclasses.replace(stop, min_tokens=7)
+    assert text(llm.chat(FRANCE, late, use_tqdm=False)) == (
+        "The capital of France is Paris."
+    )
+
+
+def test_stop_token_ids_stop_under_ignore_eos(llm: LLM) -> None:
+    (paris,) = llm.get_tokenizer().encode(" Paris")
+    params = dataclasses.replace(GREEDY, stop_token_ids=[paris], ignore_eos=True)
+    completion = llm.chat(FRANCE, params, use_tqdm=False)[0].outputs[0]
+    assert completion.stop_reason == paris and completion.token_ids[-1] == paris
+    assert completion.text == "The capital of France is"
+
+
+def test_logprobs_are_a_distribution_in_order(llm: LLM) -> None:
+    params = dataclasses.replace(GREEDY, logprobs=4)
+    completion = llm.chat(FRANCE, params, use_tqdm=False)[0].outputs[0]
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == len(completion.token_ids)
+    for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        values = [logprob.logprob for logprob in entry.values()]
+        assert list(entry)[0] == token and entry[token].rank == 1  # greedy
+        assert [x.rank for x in entry.values()] == [1, 2, 3, 4]
+        assert values == sorted(values, reverse=True)
+        assert sum(map(math.exp, values)) <= 1 + 1e-5
+    decoded = "".join(
+        entry[token].decoded_token or ""
+        for token, entry in zip(
+            completion.token_ids[:-1], completion.logprobs[:-1], strict=True
+        )
+    )
+    assert decoded == completion.text
+
+
+def test_a_seeded_request_repeats_itself(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=42, max_tokens=12, top_p=0.9)
+    alone = llm.chat(FRANCE, params, use_tqdm=False)[0].outputs[0].token_ids
+    mates = [SamplingParams(temperature=1.0, max_tokens=12)] * 5
+    crowd = llm.chat([FRANCE] * 6, [*mates, params], use_tqdm=False)
+    assert crowd[5].outputs[0].token_ids == alone
+    assert len({tuple(o.outputs[0].token_ids) for o in crowd[:5]}) > 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "complaint"),
+    [
+        ("", "prompt 1: .*must hold at least one token"),
+        ([], "prompt 1: .*must hold at least one token"),
+        ([1.5], r"prompt 1: prompt_token_ids\[0\]=1.5 must be an integer"),
+        ([49152], "49152 must be an integer in"),
+        ([1] * 256, "256 tokens.*max_model_len=256"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "either prompt or prompt_token_ids"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt='' must be a non-empty"),
+        ({"prompt": "a", "colour": "red"}, "colour"),
+    ],
+)
+def test_a_bad_prompt_is_named_and_the_others_do_not_run(
+    llm: LLM, prompt: object, complaint: str
+) -> None:
+    before = llm.stats()["output_tokens"]
+    with pytest.raises(ValueError, match=complaint):
+        llm.generate(["Hello", prompt], GREEDY, use_tqdm=False)  # type: ignore[list-item]
+    assert llm.stats()["output_tokens"] == before
+    assert not llm.engine.has_unfinished_requests() and llm.engine.holds_nothing()
+    assert len(llm.generate("Hello", GREEDY, use_tqdm=False)) == 1
+
+
+def test_nothing_to_do_and_nothing_to_say(llm: LLM) -> None:
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+    with pytest.raises(ValueError, match="messages=.. must hold"):
+        llm.chat([], GREEDY)
+
+
+def test_bad_options_are_named() -> None:
+    with pytest.raises(ValueError, match="scheduling_policy='best' is unknown.*fcfs"):
+        LLM("nowhere", scheduling_policy="best")
+    with pytest.raises(TypeError, match="max_num_seq"):
+        LLM("nowhere", max_num_seq=3)
