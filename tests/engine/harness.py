@@ -24,6 +24,20 @@ SIM_C = LinearCost(fixed_s=0.010, token_s=0.001)
 """The cases' simulated clock: a step costs 10 ms + 1 ms per token scheduled in it."""
 
 
+JAX = EngineConfig(
+    max_model_len=48,
+    max_num_seqs=9,  # row buckets 8 and 9
+    max_num_batched_tokens=16,
+    block_size=4,
+    num_blocks=64,
+    max_logprobs=3,
+)
+"""What tests on the real executor share, so that its programs compile once. Fields that
+are not in its shape may be replaced."""
+
+JAX_4_STEPS = dataclasses.replace(JAX, num_scheduler_steps=4)
+
+
 def by_priority() -> Policy:
     """Class = priority, lower first; FCFS within a class."""
     return fcfs()._replace(
