@@ -63,6 +63,8 @@ class Tokenizer:
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
         backend = tokenizers.Tokenizer.from_file(str(path))
+        backend.no_truncation()  # files of training runs may ask for it, silently
+        backend.no_padding()
         config = _read_json(directory / "tokenizer_config.json")
         named = {**_read_json(directory / "special_tokens_map.json"), **config}
         special = {
@@ -141,12 +143,9 @@ class Tokenizer:
             raise ValueError(
                 "this checkpoint has no chat template; write the prompt as text"
             )
+        given = {"add_generation_prompt": add_generation_prompt, **variables}
         text = chat_template.render(
-            self._template,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            **self._special,
-            **variables,
+            self._template, messages, **{**self._special, **given}
         )
         if not tokenize:
             return text

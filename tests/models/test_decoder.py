@@ -141,6 +141,34 @@ def test_the_cache_is_never_copied():
     assert temporary[0] == temporary[1] < size
 
 
+def test_kernels_are_given_valid_pages_of_their_layer(monkeypatch):
+    decoder, params, _ = loaded("tiny_llama")
+    run = PagedRun(decoder, params, tokens=8)
+    batch = run.batch({"a": [1, 2, 3]}, every=False)
+    tables = []
+
+    def attend(q, pages, table, *rest, scale):
+        tables.append(np.asarray(table))
+        return q
+
+    monkeypatch.setattr("jaxserve.models.decoder.paged_attention", attend)
+    with jax.disable_jit():
+        decoder.forward(params, run.pages, batch)
+    block = int(batch.table[0, 0])
+    for layer, table in enumerate(tables):
+        first = layer * run.num_blocks
+        assert table[0, 0] == first + block
+        assert first <= table.min() and table.max() < first + run.num_blocks
+    assert len(tables) == 2
+
+
+def test_one_row_is_as_any_other():
+    decoder, params, _ = loaded("tiny_llama")
+    ids, wanted = reference("tiny_llama")["p1"]
+    alone = PagedRun(decoder, params, tokens=8, rows=1).step({"a": ids}, every=False)
+    np.testing.assert_allclose(alone["a"], wanted[-1], atol=TOLERANCE, rtol=0)
+
+
 def test_tied_head_is_the_embedding_exactly():
     decoder, params, _ = loaded("tiny_llama_tied")
     untied = Decoder(dataclasses.replace(decoder.config, tied=False))

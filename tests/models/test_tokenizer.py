@@ -193,6 +193,15 @@ def test_the_config_says_which_tokens_are_added(tmp_path, flag, wanted):
     assert tokenizer.encode("a") == wanted
 
 
+def test_truncation_and_padding_of_the_file_are_not_ours(tmp_path):
+    directory(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(2)
+    backend.enable_padding(length=9)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer.from_directory(tmp_path).encode("abcd")) == 5
+
+
 def test_special_tokens_are_skipped_unless_asked_for(tmp_path):
     tokenizer = directory(tmp_path)
     assert tokenizer.decode([0, 67, 1]) == "a"
