@@ -42,7 +42,7 @@ class Logprobs(NamedTuple):
 
 def _ordered(x: jax.Array) -> jax.Array:
     """Map f32 to u32 so that order is kept: a threshold search needs only bits."""
-    bits = lax.bitcast_convert_type(x, U32)
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, F32(0), x), U32)  # -0 ties with 0
     return jnp.where(bits >> 31 == 1, ~bits, bits | U32(1 << 31))
 
 
