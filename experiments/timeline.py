@@ -17,6 +17,7 @@ from matplotlib.patches import Patch
 from jaxserve.core import Event
 
 PREFILL, DECODE, IDLE, PREEMPTED = "#d95f02", "#1b6ca8", "#eeeeee", "#c2185b"
+CACHED = "#9fc5e0"
 
 
 def draw(events: Sequence[Event], num_blocks: int, slots: int, path: Path) -> None:
@@ -56,12 +57,15 @@ def draw(events: Sequence[Event], num_blocks: int, slots: int, path: Path) -> No
     top.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
     top.set(ylabel="slot", yticks=range(slots), ylim=(-0.6, slots - 0.4))
     times = [e.time_s - begin for e in launches]
-    used = [num_blocks - e.data["num_free"] for e in launches]
-    named = [e.data["live_handles"] for e in launches]
-    bottom.fill_between(times, used, step="post", color=DECODE, alpha=0.35)
-    bottom.plot(times, used, drawstyle="steps-post", color=DECODE, label="in use")
-    bottom.plot(
-        times, named, drawstyle="steps-post", color=PREFILL, label="named (reusable)"
+    idle = [e.data["idle_handles"] for e in launches]
+    used = [num_blocks - e.data["num_free"] - e.data["idle_handles"] for e in launches]
+    bottom.stackplot(
+        times,
+        used,
+        idle,
+        step="post",
+        colors=[DECODE, CACHED],
+        labels=["of running requests", "cached, evictable"],
     )
     bottom.axhline(num_blocks, color="black", linewidth=0.8, linestyle=":")
     bottom.set(xlabel="seconds", ylabel="KV blocks", xlim=(0, end - begin))

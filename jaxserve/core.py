@@ -165,9 +165,10 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     # A launch was read. token_bucket and row_bucket are the compiled T and R;
     # prefill_tokens, decode_rows: what the mixed step held; decode_tokens: tokens
     # sampled; padded_tokens: positions computed for nobody; slots: [slot, prompt
-    # tokens, output tokens] of each row; num_free, live_handles: blocks; host_s:
-    # scheduling time (plan and observe); submitted_s: when it was handed to the
-    # executor; steps: run.
+    # tokens, output tokens] of each row; num_free: blocks nobody owns; live_handles:
+    # blocks with a name, idle_handles: those of them that no slot uses; compiles:
+    # programs compiled since the last such event; host_s: scheduling time (plan and
+    # observe); submitted_s: when it was handed to the executor; steps: run.
     "launch": (
         "launch",
         "row_bucket",
@@ -180,8 +181,10 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
         "slots",
         "num_free",
         "live_handles",
+        "idle_handles",
         "waiting",
         "running",
+        "compiles",
         "host_s",
         "submitted_s",
     ),

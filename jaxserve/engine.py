@@ -80,6 +80,7 @@ class Engine:
             ("launches", "steps", "padded_tokens", "prefill_tokens", "output_tokens"), 0
         )
         self._host_s = 0.0
+        self._compiles_told = 0  # programs that launch events have reported
 
     # Requests -------------------------------------------------------------------------
 
@@ -336,11 +337,14 @@ class Engine:
             ],
             "num_free": output.num_free,
             "live_handles": self._scheduler.cached_blocks,
+            "idle_handles": self._scheduler.idle_cached_blocks,
             "waiting": self._scheduler.num_waiting,
             "running": self._scheduler.num_running,
+            "compiles": self.executor.compiles - self._compiles_told,
             "host_s": host_s,
             "submitted_s": flight.submitted_s,
         }
+        self._compiles_told = self.executor.compiles
         self._on_event(Event("launch", self.now(), None, data))
 
     def stats(self) -> dict[str, int | float]:

@@ -155,6 +155,7 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
         "launches": len(launches),
         "steps": sum(x["steps"] for x in launches),
         "padded_tokens": sum(x["padded_tokens"] for x in launches),
+        "compiles": sum(x["compiles"] for x in launches),
         "host_s_per_step": mean([x["host_s"] / max(x["steps"], 1) for x in launches]),
     }
     for field in ("queue_s", "ttft_s", "tpot_s", "e2e_s"):

@@ -18,8 +18,11 @@ COST = LinearCost(fixed_s=0.01, token_s=0.001, context_token_s=0.00003)
 
 
 def comparable(events: list) -> list:
-    """Events without the one measurement that is of this machine: host_s."""
-    return [(e.kind, e.time_s, e.request_id, {**e.data, "host_s": 0.0}) for e in events]
+    """Events without what is measured of this machine: host_s and compiles."""
+    return [
+        (e.kind, e.time_s, e.request_id, {**e.data, "host_s": 0.0, "compiles": 0})
+        for e in events
+    ]
 
 
 def compare(jobs: list, config: EngineConfig) -> tuple:
