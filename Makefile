@@ -17,7 +17,7 @@ setup: ## Make .venv from the pinned versions, once (PYTHON=python3.11 to choose
 	@PYTHON="$(PYTHON)" tools/setup.sh
 
 demo: setup ## Run the demo (ARGS="..." for its flags)
-	$(BIN)/python experiments/demo.py $(ARGS)
+	$(BIN)/python -m experiments.demo $(ARGS)
 
 test: setup ## Run the tests (ARGS="-m slow" for the slow ones)
 	$(BIN)/python -m pytest $(ARGS)

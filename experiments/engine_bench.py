@@ -7,7 +7,7 @@ with the median, the best and the ratio to jaxserve round by round.
 A peer is a command that serves a workload once and prints, as its last line, a JSON
 object with `out_tps`:
 
-  python experiments/engine_bench.py --workloads=P2,P3 --rounds=5 \\
+  python -m experiments.engine_bench --workloads=P2,P3 --rounds=5 \\
       --peer='transformers=python run_hf.py {workload} --reps 1'
 """
 
