@@ -7,12 +7,13 @@ adds text.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxserve import validation
@@ -39,7 +40,7 @@ class _Flight(NamedTuple):
 
 
 class Engine:
-    """Serves requests with one model on one executor.
+    """Serves requests with one model on one executor. Not thread-safe.
 
     Args:
       model: implements `models.base.Model`; frozen and hashable.
@@ -218,7 +219,8 @@ class Engine:
         host_s = time.perf_counter() - start
         if launch:
             submitted_s = self.now()
-            ticket = self.executor.submit(launch.plan, launch.who)
+            with self._or_break():
+                ticket = self.executor.submit(launch.plan, launch.who)
             number = self._totals["launches"]
             self._totals["launches"] += 1
             flight = _Flight(launch, ticket, number, submitted_s, host_s)
@@ -227,17 +229,16 @@ class Engine:
         if self._flights and (launch is None or len(self._flights) >= depth):
             return self._read()
         if launch is None and self._scheduler.has_requests:
-            self._break("no launch can be planned, though requests are waiting")
+            with self._or_break():
+                raise RuntimeError("no launch can be planned, but requests wait")
         return []
 
     def _read(self) -> list[RequestOutput]:
         flight = self._flights.popleft()
-        output = self.executor.result(flight.ticket)
-        start = time.perf_counter()
-        try:
+        with self._or_break():
+            output = self.executor.result(flight.ticket)
+            start = time.perf_counter()
             observed = self._scheduler.observe(flight.launch, output)
-        except RuntimeError as error:
-            self._break(str(error))
         results = [self._absorb(seen) for seen in observed]
         host_s = flight.host_s + time.perf_counter() - start
         self._record(flight, output, observed, host_s)
@@ -277,9 +278,14 @@ class Engine:
             output_tokens=len(request.output),
         )
 
-    def _break(self, why: str) -> None:
-        self._broken = f"the engine has stopped: {why}"
-        raise RuntimeError(self._broken)
+    @contextlib.contextmanager
+    def _or_break(self) -> Iterator[None]:
+        """After an error here plans and device no longer agree: refuse to go on."""
+        try:
+            yield
+        except Exception as error:
+            self._broken = f"the engine has stopped: {error}"
+            raise RuntimeError(self._broken) from error
 
     # Reports --------------------------------------------------------------------------
 

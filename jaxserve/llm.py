@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig, SamplingParams
@@ -224,22 +225,27 @@ class LLM:
 
     def _run(self, ids: Sequence[str], *, show: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
-        tokens = 0
+        left, tokens = set(ids), 0
         bar = tqdm(total=len(ids), desc="Requests", disable=None if show else True)
-        with bar:
-            while len(done) < len(ids):
+        try:
+            while left:
                 for output in self.engine.step():
-                    if output.finished:
+                    if output.finished and output.request_id in left:
+                        left.remove(output.request_id)
                         done[output.request_id] = output
                         tokens += len(output.outputs[0].token_ids)
                         seconds = bar.format_dict["elapsed"] or 1e-9
                         bar.set_postfix_str(f"{tokens / seconds:.0f} output tok/s")
                         bar.update()
+        finally:
+            bar.close()
+            for request_id in left:  # interrupted: a later call starts afresh
+                self.engine.abort_request(request_id)
         return [done[request_id] for request_id in ids]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | np.ndarray):
         return [prompts]
     if len(prompts) and not isinstance(prompts[0], str | Mapping | Sequence):
         return [cast(Prompt, prompts)]  # one list of token ids

@@ -286,7 +286,7 @@ class Scheduler:
         self._residents.release(plan, victim)
         request.preemptions += 1
         self.counters.preemptions += 1
-        self._keys[request.index] = []
+        self._keys[request.index] = victim.keys
         self._ranking.touch(request)
         self._tell(
             "preempted", now_s, request, slot=slot, mode="recompute", lost_tokens=lost
