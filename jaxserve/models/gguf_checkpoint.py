@@ -61,7 +61,14 @@ class GGUFFile:
     """Metadata and tensors of one file; a `TensorSource`."""
 
     def __init__(self, path: Path) -> None:
-        self._reader = gguf.GGUFReader(path)
+        """Map the file; raises ValueError naming what in it is not supported."""
+        try:
+            self._reader = gguf.GGUFReader(path)
+        except (ValueError, IndexError) as error:
+            raise ValueError(
+                f"{path} is no whole GGUF file ({error}); give a .gguf file, or a "
+                "directory with config.json and safetensors"
+            ) from error
         self._tensors = {hf_name(t.name): t for t in self._reader.tensors}
         architecture = self.get("general.architecture")
         if architecture not in ARCHITECTURES:
@@ -76,6 +83,10 @@ class GGUFFile:
             )
         self._prefix = f"{architecture}."
         self._rope_factors = self._tensors.pop(ROPE_FACTORS, None)
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(int(size) for size in reversed(tensor.shape))
+            for name, tensor in self._tensors.items()
+        }
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a metadata key, a list if it is an array."""
@@ -122,14 +133,6 @@ class GGUFFile:
             return frequencies
         factors = np.asarray(self._rope_factors.data, np.float32)
         return tuple((np.asarray(frequencies, np.float32) / factors).tolist())
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every parameter of the file and its shape, first axis first."""
-        return {
-            name: tuple(int(size) for size in reversed(t.shape))
-            for name, t in self._tensors.items()
-        }
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) in the original order, dequantised to float32."""

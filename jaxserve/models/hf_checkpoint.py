@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from jaxserve.models import rope
 from jaxserve.models.decoder import DecoderConfig
@@ -97,28 +97,39 @@ class SafetensorsSource:
 
     def __init__(self, directory: Path) -> None:
         """Open the files; raises FileNotFoundError naming a missing shard."""
+        files, listed = ["model.safetensors"], ""
         index = directory / "model.safetensors.index.json"
-        if index.exists():
-            named = _read_json(index)["weight_map"]
-            files = sorted(set(named.values()))
-        else:
-            files = ["model.safetensors"]
+        if not (directory / files[0]).exists() and index.exists():
+            files = sorted(set(_read_json(index)["weight_map"].values()))
+            listed = f", a shard that {index.name} lists,"
         self._slices: dict[str, Any] = {}
         for file in files:
             path = directory / file
             if not path.exists():
-                listed = f", a shard that {index.name} lists," if index.exists() else ""
                 raise FileNotFoundError(f"{path}{listed} is missing; fetch it again")
-            shard = safe_open(path, framework="np")
+            try:
+                shard = safe_open(path, framework="np")
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{path} is damaged: {error}; fetch it again"
+                ) from None
             for name in shard.keys():
                 if not IGNORED.search(name):
                     self._slices[name] = shard.get_slice(name)
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every parameter of the files and its shape."""
-        return {name: tuple(part.get_shape()) for name, part in self._slices.items()}
+                    _check_float(name, self._slices[name].get_dtype())
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(part.get_shape()) for name, part in self._slices.items()
+        }
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Elements [start, stop) of the first axis; bfloat16 as ml_dtypes has it."""
         return self._slices[name][start:stop]
+
+
+def _check_float(name: str, dtype: str) -> None:
+    known = ("BF16", "F16", "F32", "F64")
+    if dtype not in known:
+        raise ValueError(
+            f"{name} is stored as {dtype}, and only {', '.join(known)} are weights as "
+            "they stand; use a checkpoint that is not quantised, or a GGUF file"
+        )

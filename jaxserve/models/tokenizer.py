@@ -72,11 +72,16 @@ class Tokenizer:
             for name in SPECIAL_TOKENS
             if (text := _token_text(named.get(name))) is not None
         }
-        if "add_bos_token" in config or "add_eos_token" in config:
+        flags = {n: config.get(f"add_{n}") for n in ("bos_token", "eos_token")}
+        if any(flag is not None for flag in flags.values()):
+            added = backend.encode("").tokens  # what a flag that is absent leaves alone
+            wanted = {
+                name: special.get(name)
+                for name, flag in flags.items()
+                if (special.get(name) in added if flag is None else flag)
+            }
             add_special_tokens(
-                backend,
-                bos=special.get("bos_token") if config.get("add_bos_token") else None,
-                eos=special.get("eos_token") if config.get("add_eos_token") else None,
+                backend, bos=wanted.get("bos_token"), eos=wanted.get("eos_token")
             )
         return cls(
             backend,

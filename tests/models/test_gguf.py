@@ -131,3 +131,11 @@ def test_bfloat16_in_gguf(tmp_path):
     rows = file.rows("model.norm.weight", 0, 3)
     np.testing.assert_array_equal(rows, x.astype(np.float32))
     np.testing.assert_array_equal(file.rows("model.norm.weight", 1, 2), rows[1:2])
+
+
+def test_half_a_file_and_another_format_are_named(tmp_path):
+    whole = (FIXTURES / "tiny_llama" / "model.gguf").read_bytes()
+    for content in (whole[:-4000], whole[:500], b"not a model at all"):
+        (tmp_path / "a.gguf").write_bytes(content)
+        with pytest.raises(ValueError, match=r"a\.gguf is no whole GGUF file"):
+            GGUFFile(tmp_path / "a.gguf")

@@ -172,6 +172,17 @@ def test_a_missing_shard_is_named(tmp_path):
         load(tmp_path / "model", "float32")
 
 
+def test_a_damaged_file_and_a_quantised_tensor_are_named(tmp_path):
+    weights = tensors(TINY)
+    weights["model.norm.weight"] = np.ones(64, np.int8)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is stored as I8"):
+        load(write(tmp_path, weights), "float32")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        load(tmp_path, "float32")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -193,6 +193,11 @@ def test_the_config_says_which_tokens_are_added(tmp_path, flag, wanted):
     assert tokenizer.encode("a") == wanted
 
 
+def test_a_flag_that_is_absent_leaves_the_file_as_it_is(tmp_path):
+    assert directory(tmp_path, add_eos_token=True).encode("a") == [0, 67, 1]
+    assert directory(tmp_path, add_bos_token=None).encode("a") == [0, 67]
+
+
 def test_truncation_and_padding_of_the_file_are_not_ours(tmp_path):
     directory(tmp_path)
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
