@@ -50,6 +50,18 @@ def equals() -> Policy:
     return fcfs()._replace(rank=lambda state, view, now_s: (view.priority, ()))
 
 
+class _Watch(Recorder):
+    """A recorder that also notes what the host reserved for each launch."""
+
+    def __init__(self, inner, served: Served):
+        super().__init__(inner)
+        self._served = served
+
+    def submit(self, plan, who):
+        self._served.free_planned.append(self._served.stats()["free_blocks"])
+        return super().submit(plan, who)
+
+
 class Served:
     """An engine with its clock on Sim-C, its plans and its events."""
 
@@ -65,6 +77,7 @@ class Served:
     ):
         self.events: list[Event] = []
         self.outputs: dict[str, RequestOutput] = {}
+        self.free_planned: list[int] = []  # blocks left by each launch, as submitted
         model = HashModel(eos_ids=eos)
 
         def make(model, params, shape):
@@ -73,7 +86,7 @@ class Served:
                 if executor
                 else ReferenceExecutor(shape, cost, seed)
             )
-            self.recorder = Recorder(inner)
+            self.recorder = _Watch(inner, self)
             return self.recorder
 
         self.engine = Engine(
