@@ -131,9 +131,14 @@ class PrefixIndex:
             self._fresh.add(handle)
         return handle
 
-    def evict(self) -> int:
-        """Forget the least recently used handle; the caller retires it in this plan."""
-        handle, _ = self._idle.popitem(last=False)
+    def evict(self, handle: int | None = None) -> int:
+        """Forget an unpinned handle, the least recently used one by default.
+
+        Returns it; the caller retires it in this plan.
+        """
+        if handle is None:
+            handle = next(iter(self._idle))
+        del self._idle[handle]
         key = self._key.pop(handle)
         if key is not None:
             del self._handle[key]

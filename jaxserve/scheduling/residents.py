@@ -30,6 +30,7 @@ class Residents:
         self.running: dict[int, Running] = {}  # by submission index
         self.index = PrefixIndex(shape.num_handles)
         self.budget = Budget(shape, self.index)
+        self.weight_version = 0  # enters every key
         self.lost_blocks = 0  # full columns that were given up without a name
 
     @property
@@ -37,12 +38,12 @@ class Residents:
         """Whether a slot is free in the plan being built."""
         return bool(self._free_slots)
 
-    def keys(self, request: Request, weight_version: int, known: list[bytes]) -> None:
+    def extend_keys(self, request: Request, known: list[bytes]) -> None:
         """Extend `known` to the keys of every full block of known tokens."""
         if self._caching and (len(known) + 1) * self._shape.block_size <= (
             request.num_tokens
         ):
-            root = root_key(request.cache_salt, weight_version)
+            root = root_key(request.cache_salt, self.weight_version)
             tokens = request.tokens(0, request.num_tokens)
             extend_keys(known, root, tokens, self._shape.block_size)
 
@@ -101,28 +102,72 @@ class Residents:
           fresh: they are written by this plan, and named after its mixed step; else
             they were written by earlier ones, and are named before anything else.
         """
-        edits = plan.publish if fresh else plan.seal
         full = min(rows // self._shape.block_size, len(running.keys))
         for column in range(len(running.handles), full):
-            key = running.keys[column]
-            handle = self.index.find(key)
-            if handle is not None:  # another's block has this name: ours stays private
+            handle = self.index.find(running.keys[column])
+            if handle is not None and not self._forget(plan, handle):
+                # Others use the block of this name: ours stays private beside it.
                 self.index.pin([handle])
+                running.doubles.add(column)
             else:
-                if not plan.can_name(edits):
-                    return
-                handle = self.index.publish(key, fresh=fresh)
+                handle = self._name(plan, running, column, fresh=fresh)
                 if handle is None:
                     return
-                edits.append((running.slot, column, handle))
-                self.budget.count.name(running.slot)
             running.handles.append(handle)
-            if self._producers.get(key) is running:
-                del self._producers[key]
+            if self._producers.get(running.keys[column]) is running:
+                del self._producers[running.keys[column]]
+
+    def _name(
+        self, plan: PlanBuilder, running: Running, column: int, *, fresh: bool
+    ) -> int | None:
+        """Publish a private column; None if the plan or the handles have no room."""
+        edits = plan.publish if fresh else plan.seal
+        if not plan.can_name(edits):
+            return None
+        handle = self.index.publish(running.keys[column], fresh=fresh)
+        if handle is not None:
+            edits.append((running.slot, column, handle))
+            self.budget.count.name(running.slot)
+        return handle
+
+    def _forget(self, plan: PlanBuilder, handle: int) -> bool:
+        """Retire a handle that nobody pins; False if somebody does."""
+        if self.index.pins(handle) or not plan.can_retire:
+            return False
+        plan.retire.append(self.index.evict(handle))
+        self.budget.count.retire(1)
+        return True
+
+    def _merge_doubles(self, plan: PlanBuilder, running: Running) -> None:
+        """Where only this request still uses the other block of a double, keep its own.
+
+        So a request holds no more blocks than its length needs for long, and one that
+        fits in memory alone can always finish.
+        """
+        for column in sorted(running.doubles):
+            handle = running.handles[column]
+            if self.index.pins(handle) > 1 or not plan.can_name(plan.seal):
+                continue
+            self.index.unpin([handle])
+            if not self._forget(plan, handle):
+                self.index.pin([handle])
+                return
+            own = self._name(plan, running, column, fresh=False)
+            assert own is not None, "H = P + K handles, and one was just let go"
+            running.handles[column] = own
+            running.doubles.remove(column)
+
+    def name_known(self, plan: PlanBuilder, running: Running) -> None:
+        """Name the full columns whose rows are written and whose tokens are known."""
+        self._merge_doubles(plan, running)
+        rows = running.known_rows
+        if rows // self._shape.block_size > len(running.handles):
+            self.extend_keys(running.request, running.keys)
+            self.name_columns(plan, running, rows, fresh=False)
 
     def release(self, plan: PlanBuilder, running: Running) -> None:
         """Take the slot back, naming first what can be named."""
-        self.name_columns(plan, running, running.known_rows, fresh=False)
+        self.name_known(plan, running)
         if self._caching:
             full = running.planned // self._shape.block_size
             self.lost_blocks += full - len(running.handles)

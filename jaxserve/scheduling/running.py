@@ -24,8 +24,9 @@ class Running:
       sampling: output tokens allowed in launches not read yet.
       pending: KV rows that those launches may write.
       keys: chained keys of the leading full blocks of its known tokens.
-      handles: pinned handles of its leading columns; a column whose key was live under
-        another's block stays private and pins that one, so that its chain stays whole.
+      handles: pinned handles of its leading columns.
+      doubles: columns that stay private, since their key is live under a block that
+        others use; they pin that one's handle, so that the chain stays whole.
       released: the slot has been given back.
     """
 
@@ -36,6 +37,7 @@ class Running:
     rows: int
     keys: list[bytes]
     handles: list[int]
+    doubles: set[int] = dataclasses.field(default_factory=set)
     sampling: int = 0
     pending: int = 0
     released: bool = False

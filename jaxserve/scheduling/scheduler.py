@@ -1,13 +1,12 @@
-"""Plans launches: who runs, how far, in which blocks. Policy-free, device-free.
+"""Plans launches and reads their outputs. Policy-free, device-free.
 
-Owns the requests that wait and run, and the order of decisions in a plan. Names and
-counts only: it never sees a physical block, a device array or a clock (the time is an
-argument). What ranks requests is the policy's; what fits is the budget's.
+Owns the requests that wait and run. Names and counts only: it never sees a physical
+block, a device array or a clock (the time is an argument). What ranks requests is the
+policy's, what fits is the budget's, and what gives way the planner's.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from jaxserve.block_count import BlockCount
 from jaxserve.config import EngineConfig, EngineShape
 from jaxserve.core import Event, Request, StepOutput, TokenLogprobs
 from jaxserve.scheduling.plan_builder import PlanBuilder
+from jaxserve.scheduling.planner import Books, Counters, Planner
 from jaxserve.scheduling.policies import Policy, View
 from jaxserve.scheduling.ranking import Ranking
 from jaxserve.scheduling.residents import Residents
@@ -31,26 +31,6 @@ class Observed(NamedTuple):
     stopped: bool  # its last token is a stop id
 
 
-@dataclasses.dataclass
-class Counters:
-    """Totals since the scheduler was made; tokens unless named otherwise."""
-
-    prefix_queries_tokens: int = 0  # prompt tokens looked up at first admissions
-    prefix_hits_tokens: int = 0  # those found
-    resumed_hits_tokens: int = 0  # context tokens found by resumed requests
-    recomputed_tokens: int = 0  # context tokens computed again by resumed requests
-    preemptions: int = 0  # requests that lost their slot
-    dropped_tokens: int = 0  # sampled after a stop string or an abort
-
-
-class _Admissions:
-    """What the plan being built knows of the requests that it could not admit."""
-
-    def __init__(self) -> None:
-        self.open = True
-        self.blocked: list[Request] = []  # waiting for memory, first in rank first
-
-
 class Scheduler:
     """Continuous batching under a policy.
 
@@ -64,14 +44,16 @@ class Scheduler:
         self._shape = shape
         self._residents = Residents(shape, caching=config.enable_prefix_caching)
         self._ranking = Ranking(policy, self._view)
-        self._keys: dict[int, list[bytes]] = {}  # of waiting requests
+        self._books = Books()
         self._unread: Counter[int] = Counter()  # launches in flight by submission index
         self._ended: list[Running] = []  # finished, slot not yet given back
         self._leaving: set[int] = set()  # slot given back, last output not yet read
         self._read = BlockCount(shape)  # exact, after the last launch read
-        self._events: list[Event] = []
-        self.counters = Counters()
-        self.weight_version = 0
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the scheduler was made."""
+        return self._books.counters
 
     # What it holds --------------------------------------------------------------------
 
@@ -122,7 +104,7 @@ class Scheduler:
             self._residents.running
             or self._residents.producers
             or len(self._ranking)
-            or self._keys
+            or self._books.keys
             or self._unread
             or self._ended
             or self._leaving
@@ -150,7 +132,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A request arrived; it may be in the next plan."""
         self._ranking.add(request)
-        self._keys[request.index] = []
+        self._books.keys[request.index] = []
 
     def end(self, request: Request) -> None:
         """The request ended: finished, stopped by its text, or aborted.
@@ -160,7 +142,7 @@ class Scheduler:
         """
         running = self._residents.running.get(request.index)
         self._ranking.remove(request)
-        self._keys.pop(request.index, None)
+        self._books.keys.pop(request.index, None)
         self._leaving.discard(request.index)
         if running:
             self._ended.append(running)
@@ -171,13 +153,8 @@ class Scheduler:
 
     def take_events(self) -> list[Event]:
         """Admissions and preemptions since the last call."""
-        events, self._events = self._events, []
+        events, self._books.events = self._books.events, []
         return events
-
-    def _tell(self, kind: str, now_s: float, request: Request, **data: object) -> None:
-        event = Event(kind, now_s, request.request_id, {"index": request.index, **data})
-        self._events.append(event)
-        self._ranking.note(event)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block; running requests keep what they use."""
@@ -199,24 +176,28 @@ class Scheduler:
                 residents.release(plan, running)
                 self._leaving.add(running.request.index)
             else:
-                self._name_known(plan, running)
+                residents.name_known(plan, running)
         residents.flush(plan)
         self._ranking.refresh(now_s)
-        rows: list[Row] = []
-        admissions = _Admissions()
-        current = sorted(
-            (r.request for r in residents.running.values()), key=self._ranking.key
+        planner = Planner(
+            self._config,
+            self._shape,
+            residents,
+            self._ranking,
+            self._books,
+            plan,
+            now_s,
         )
+        rows: list[Row] = []
+        current = [running.request for running in residents.running.values()]
         for request in self._ranking.in_order(current):
             if plan.tokens_left == 0:
                 break
-            running = residents.running.get(request.index)
+            running, row = residents.running.get(request.index), None
             if running:
-                row = self._continue(plan, running, now_s, admissions)
-            elif admissions.open and request.index not in self._unread:
-                row = self._admit(plan, request, now_s, admissions)
-            else:
-                row = None
+                row = planner.go_on(running)
+            elif planner.admitting and request.index not in self._unread:
+                row = planner.admit(request)
             if row:
                 rows.append(row)
         if plan.empty:
@@ -225,173 +206,6 @@ class Scheduler:
         for row in rows:
             self._unread[row.running.request.index] += 1
         return Launch(plan.build(self._config.seed), tuple(rows))
-
-    def _name_known(self, plan: PlanBuilder, running: Running) -> None:
-        full = running.known_rows // self._shape.block_size
-        if full > len(running.handles):
-            self._residents.keys(running.request, self.weight_version, running.keys)
-            self._residents.name_columns(plan, running, running.known_rows, fresh=False)
-
-    def _continue(
-        self,
-        plan: PlanBuilder,
-        running: Running,
-        now_s: float,
-        admissions: _Admissions,
-    ) -> Row | None:
-        """The next row of a running request; None if it sits this launch out."""
-        row = self._place(plan, running)
-        if row is None:
-            self._preempt_behind(plan, running, now_s, admissions)
-            row = self._place(plan, running)
-        return row
-
-    def _chunk(self, plan: PlanBuilder, running: Running) -> int:
-        left = max(0, running.context - running.planned)
-        cap = self._config.max_chunk_tokens or left
-        return min(left, cap, plan.tokens_left)
-
-    def _steps(self, running: Running) -> int:
-        allowed = self._ranking.allow(running.request)
-        steps = min(self._shape.decode_steps, running.tokens_left)
-        return steps if allowed is None else min(steps, max(allowed, 1))
-
-    def _place(self, plan: PlanBuilder, running: Running) -> Row | None:
-        """Plan the request's next row as far as room is sure; None if there is none."""
-        chunk, start = self._chunk(plan, running), running.planned
-        steps = self._steps(running) if start + chunk >= running.context else 0
-        want = start + Row(running, chunk, steps).new_rows
-        room = self._residents.budget.extend(plan, running.slot, want) - start
-        if room <= 0:
-            return None
-        if room < chunk:
-            chunk, steps = room, 0
-        else:
-            steps = min(steps, room - chunk + (1 if chunk else 0))
-        row = Row(running, chunk, steps)
-        self._residents.resize(running, start + row.new_rows)
-        running.sampling += steps
-        running.pending += row.new_rows
-        if chunk:
-            tokens = running.request.tokens(start, start + chunk)
-            plan.add_chunk(running.slot, steps, start, tokens)
-            self._residents.name_columns(plan, running, start + chunk, fresh=True)
-        else:
-            plan.add_decode(running.slot, steps)
-        return row
-
-    def _preempt(self, plan: PlanBuilder, victim: Running, now_s: float) -> None:
-        """Take the victim's slot and blocks; it will compute its context again."""
-        request, slot, lost = victim.request, victim.slot, victim.planned
-        self._residents.release(plan, victim)
-        request.preemptions += 1
-        self.counters.preemptions += 1
-        self._keys[request.index] = victim.keys
-        self._ranking.touch(request)
-        self._tell(
-            "preempted", now_s, request, slot=slot, mode="recompute", lost_tokens=lost
-        )
-
-    def _preempt_behind(
-        self,
-        plan: PlanBuilder,
-        running: Running,
-        now_s: float,
-        admissions: _Admissions,
-    ) -> None:
-        """Make a block possible from running requests behind, farthest first."""
-        key = self._ranking.key
-        mine = key(running.request)
-        behind = [r for r in self._residents.running.values() if key(r.request) > mine]
-        behind.sort(key=lambda r: key(r.request))
-        while behind and self._residents.budget.possible() == 0:
-            self._preempt(plan, behind.pop(), now_s)
-            admissions.open = False
-
-    def _admit(
-        self,
-        plan: PlanBuilder,
-        request: Request,
-        now_s: float,
-        admissions: _Admissions,
-    ) -> Row | None:
-        """The first row of a waiting request; None if it has to wait."""
-        residents, shape = self._residents, self._shape
-        limit = self._config.skip_limit
-        if any(r.skipped >= limit for r in admissions.blocked):
-            admissions.open = False
-            return None
-        keys = self._keys[request.index]
-        residents.keys(request, self.weight_version, keys)
-        # A fully cached context still computes its last token, to sample from.
-        usable = keys[: (request.num_tokens - 1) // shape.block_size]
-        hits = residents.index.match(usable)
-        if len(hits) < len(usable) and residents.produced_soon(usable[len(hits)]):
-            return None  # another computes its next block: wait, then share it
-        if not plan.can_adopt(len(hits)):
-            return None
-        residents.index.pin(hits)
-        victims = self._room_for(request, len(hits))
-        if victims is None:
-            residents.index.unpin(hits)
-            if residents.slot_free:
-                admissions.blocked.append(request)
-            else:
-                admissions.open = False
-            return None
-        for victim in victims:
-            self._preempt(plan, victim, now_s)
-            admissions.open = False
-        for passed in admissions.blocked:
-            passed.skipped += 1
-        running = residents.take(plan, request, keys, hits)
-        del self._keys[request.index]
-        self._ranking.touch(request)
-        self._count_admission(request, running, now_s)
-        return self._place(plan, running)
-
-    def _room_for(self, request: Request, hits: int) -> list[Running] | None:
-        """Whom to preempt so that a slot is free and the whole context fits.
-
-        Only requests of a strictly larger class give way, the farthest first. None: no
-        set of them is enough, and none is preempted.
-        """
-        residents, key = self._residents, self._ranking.key
-        need = self._shape.blocks(request.num_tokens) - hits + residents.outstanding()
-        klass = key(request).klass
-        lower = [r for r in residents.running.values() if key(r.request).klass > klass]
-        lower.sort(key=lambda r: key(r.request))
-        victims: list[Running] = []
-        while True:
-            releases = [(v.slot, v.handles) for v in victims]
-            possible = residents.budget.after_release(releases)
-            if possible >= need and (residents.slot_free or victims):
-                return victims
-            if not lower:
-                return None
-            victims.append(lower.pop())
-            need -= residents.needs(victims[-1])
-
-    def _count_admission(
-        self, request: Request, running: Running, now_s: float
-    ) -> None:
-        cached, first = running.planned, request.num_cached_tokens is None
-        if first:
-            request.num_cached_tokens = cached
-            self.counters.prefix_queries_tokens += len(request.prompt)
-            self.counters.prefix_hits_tokens += cached
-        else:
-            self.counters.resumed_hits_tokens += cached
-            self.counters.recomputed_tokens += running.context - cached
-        self._tell(
-            "admitted",
-            now_s,
-            request,
-            slot=running.slot,
-            cached_tokens=cached,
-            context_tokens=running.context,
-            first=first,
-        )
 
     # Reading --------------------------------------------------------------------------
 
