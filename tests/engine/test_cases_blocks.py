@@ -216,6 +216,29 @@ def test_pc1_a_duplicate_pins_no_memory() -> None:
     assert held[True] <= held[False]
 
 
+@pytest.mark.parametrize(("b", "launches", "steps"), EVERY_KIND)
+def test_pc1_duplicates_and_a_reset(b: int, launches: int, steps: int) -> None:
+    """PC1, PC7: two hold the same block twice, the cache is forgotten, a third names it
+    anew; whoever ends first, no name is given to two blocks."""
+    for ends_first, longest in ((0, 1), (1, 0), (2, 0), (0, 2)):
+        served = Served(config(b, launches, steps, num_blocks=100, max_num_seqs=4))
+        prompt = [i % 97 for i in range(1, 2 * b + 1)]
+        lengths = [12] * 3
+        lengths[ends_first], lengths[longest] = 6, 30
+        for i, length in enumerate(lengths):
+            if i == 2:
+                served.engine.reset_prefix_cache()
+            served.add(f"{i}", prompt, length)
+            served.step()
+        served.finish()
+        for i, length in enumerate(lengths):
+            assert served.tokens(f"{i}") == direct(prompt, length)
+        for i in range(100 // (40 // b) + 2):  # and everything is evicted once
+            served.run(f"fill {i}", [50 + i] * 40, 1)
+        served.engine.reset_prefix_cache()
+        assert served.stats()["free_blocks"] == 100
+
+
 def test_pc3_hits_are_looked_up_when_the_request_runs() -> None:
     """PC3 (vllm#18957): a hit length remembered from a failed admission."""
     served = Served(config(4, 1, 1, num_blocks=4, max_num_seqs=1))
