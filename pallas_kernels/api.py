@@ -34,7 +34,7 @@ def paged_attention(
     table: jax.Array,  # i32[R, M] page behind each column; every entry in [0, NP)
     kv_lens: jax.Array,  # i32[R] KV rows to attend to, the batch's own included
     cu_q_lens: jax.Array,  # i32[R + 1] where each row's tokens start
-    num_decode: jax.Array,  # i32[] rows of exactly one token; they come first
+    num_decode: jax.Array | int,  # i32[] rows of exactly one token; they come first
     *,
     scale: float,
     implementation: str | None = None,
@@ -52,6 +52,8 @@ def paged_attention(
     included.
 
     Args:
+      num_decode: a Python int says that the number is known when the program is traced;
+        where it is R, an implementation may leave out its code for chunks.
       scale: factor on the logits, usually D**-0.5.
       implementation: a name in `IMPLEMENTATIONS`; None takes the first that accepts the
         arguments.
@@ -100,7 +102,7 @@ def _check(
     table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
-    num_decode: jax.Array,
+    num_decode: jax.Array | int,
 ) -> None:
     for name, array, axes in (
         ("q", q, "[T, Hq, D]"),
@@ -111,8 +113,8 @@ def _check(
         ("num_decode", num_decode, "[]"),
     ):
         rank = len(axes.split(",")) if axes != "[]" else 0
-        if array.ndim != rank:
-            raise ValueError(f"{name} of shape {array.shape} must be {axes}")
+        if jnp.ndim(array) != rank:
+            raise ValueError(f"{name} of shape {jnp.shape(array)} must be {axes}")
     if q.dtype not in _DTYPES or pages.dtype not in _DTYPES:
         raise ValueError(
             f"q of {q.dtype} and pages of {pages.dtype} must be float32 or bfloat16"

@@ -17,7 +17,8 @@ def paged_attention(
     table: jax.Array,  # i32[R, M]
     kv_lens: jax.Array,  # i32[R]
     cu_q_lens: jax.Array,  # i32[R + 1]
-    num_decode: jax.Array,  # i32[]; not needed: a decode row is a chunk of one token
+    num_decode: jax.Array
+    | int,  # i32[]; not needed: a decode row is a chunk of one token
     *,
     scale: float,
 ) -> jax.Array:  # [T, Hq, D]

@@ -48,7 +48,7 @@ def paged_attention(
     table: jax.Array,  # i32[R, M]
     kv_lens: jax.Array,  # i32[R]
     cu_q_lens: jax.Array,  # i32[R + 1]
-    num_decode: jax.Array,  # i32[]
+    num_decode: jax.Array | int,  # i32[]
     *,
     scale: float,
 ) -> jax.Array:  # [T, Hq, D]
@@ -62,15 +62,14 @@ def paged_attention(
     pool = pages.reshape(num_pages, block, kv_heads, 2 * head_size)
     is_decode = jnp.arange(rows) < num_decode
 
+    # Token r of a decode row is row r; what is no decode row comes out zero.
     decoded = _decode(
-        jnp.pad(queries[:rows], ((0, max(0, rows - num_tokens)), *[(0, 0)] * 3)),
-        pool,
-        table,
-        jnp.where(is_decode, kv_lens, 0),
-    )[:num_tokens]  # token r is row r; zero where row r is no decode row
-    out = jnp.pad(decoded, ((0, max(0, num_tokens - rows)), *[(0, 0)] * 3))
-    q_lens = jnp.where(is_decode | (kv_lens == 0), 0, jnp.diff(cu_q_lens))
-    out = _chunks(out, queries, pool, table, kv_lens, cu_q_lens[:-1], q_lens)
+        _resize(queries, rows), pool, table, jnp.where(is_decode, kv_lens, 0)
+    )
+    out = _resize(decoded, num_tokens)
+    if not (isinstance(num_decode, int) and num_decode == rows):
+        q_lens = jnp.where(is_decode | (kv_lens == 0), 0, jnp.diff(cu_q_lens))
+        out = _chunks(out, queries, pool, table, kv_lens, cu_q_lens[:-1], q_lens)
     return out.reshape(num_tokens, query_heads, head_size).astype(q.dtype)
 
 
@@ -246,6 +245,11 @@ def _finish(state: _Softmax) -> jax.Array:  # f32[n, Hkv, Q, E]
     """The weighted mean; zero where no KV row was seen."""
     inverse = jnp.where(state.total > 0, 1 / state.total, jnp.float32(0))
     return state.values * inverse[..., None]
+
+
+def _resize(x: jax.Array, size: int) -> jax.Array:
+    """x with its first axis cut, or filled up with zeros, to `size`."""
+    return jnp.pad(x[:size], ((0, max(0, size - len(x))), *[(0, 0)] * (x.ndim - 1)))
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:

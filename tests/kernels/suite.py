@@ -53,6 +53,11 @@ SHAPES = {
     "bf16, D 128": Shape(
         q_dtype="bfloat16", kv_dtype="bfloat16", kv_heads=2, groups=4, head_size=128
     ),
+    "B 256": Shape(block=256, columns=2, kv_heads=2, groups=2, head_size=32),
+    "one row": Shape(tokens=3, rows=1, kv_heads=2, groups=1, head_size=32),
+    "fewer tokens than rows": Shape(tokens=5, kv_heads=2, groups=2, head_size=32),
+    "many rows": Shape(tokens=70, rows=43, kv_heads=1, groups=2, head_size=32),
+    "many tokens": Shape(tokens=600, rows=7, kv_heads=1, groups=2, head_size=32),
 }
 
 
@@ -88,10 +93,35 @@ class AttentionSuite:
 
     @pytest.mark.parametrize("name", SHAPES)
     def test_shape(self, name):
+        """Decode rows, an empty row and chunks that fill the token axis."""
         shape = SHAPES[name]
-        q_lens = [1, 1, 1, 30, 0, 17]
-        kv_lens = [shape.capacity, 1, shape.block, 100, 0, 17]
-        self.check(make_batch(shape, q_lens, kv_lens), tolerance(shape))
+        rng = np.random.default_rng(0)
+        decode = min(shape.rows - 1, shape.tokens // 2, shape.rows // 2 + 3)
+        chunks = shape.rows - decode
+        cuts = np.sort(rng.integers(0, shape.tokens - decode + 1, chunks - 1))
+        q_lens = np.diff(cuts, prepend=0, append=shape.tokens - decode)
+        q_lens = np.minimum([1] * decode + list(q_lens), shape.capacity)
+        kv_lens = rng.integers(q_lens, shape.capacity + 1)
+        kv_lens[q_lens == 0] = 0
+        kv_lens[0] = shape.capacity
+        batch = make_batch(shape, q_lens, kv_lens, num_decode=decode)
+        self.check(batch, tolerance(shape))
+
+    def test_number_of_decode_rows_may_be_static(self):
+        shape, q_lens, kv_lens = CASES["decode ragged"]
+        batch = make_batch(shape, q_lens, kv_lens)
+
+        @jax.jit
+        def attend(q, *rest):
+            return paged_attention(
+                q,
+                *rest,
+                shape.rows,
+                scale=_scale(batch),
+                implementation=self.implementation,
+            )
+
+        np.testing.assert_array_equal(attend(*batch[:-1]), self.attend(batch))
 
     @pytest.mark.parametrize("num_decode", [0, 1, 4])
     def test_rows_of_one_token_may_be_chunks(self, num_decode):
