@@ -23,7 +23,7 @@ NAN, INF = float("nan"), float("inf")
 
 # field: what is refused of it, and what the message must say besides field and value.
 SAMPLING = {
-    "temperature": ([-0.1, NAN, INF, -INF, "hot", None, True], ">= 0.*0 is greedy"),
+    "temperature": ([-0.1, NAN, INF, -INF, "hot", None, True], "0 is greedy"),
     "top_k": ([-2, 1.0, 0.5, NAN, INF, "1", True, None], "integer >= -1.*keeps all"),
     "top_p": ([-0.1, 1.1, NAN, INF, "1", True, None], r"in \[0, 1\].*1 keeps all"),
     "min_p": ([-0.1, 1.1, NAN, INF, "0", False, None], r"in \[0, 1\].*0 keeps all"),
