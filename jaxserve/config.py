@@ -7,7 +7,6 @@ the list of compiled launch shapes. Never sees a model, a device array or a requ
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Sequence
 
@@ -29,11 +28,9 @@ def _integer(field: str, value: object, low: int, hint: str = "") -> None:
 
 def _real(field: str, value: object, low: float, high: float, hint: str = "") -> None:
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_real or not low <= float(value) <= high or math.isinf(float(value)):  # type: ignore[arg-type]
-        span = (
-            f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g} and finite"
-        )
-        raise ValueError(f"{field}={value!r} must be a number {span}{hint}")
+    if not is_real or not low <= float(value) <= high:  # type: ignore[arg-type]
+        span = f"[{low:g}, {high:g}]"
+        raise ValueError(f"{field}={value!r} must be a number in {span}{hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +39,7 @@ class SamplingParams:
 
     Attributes:
       temperature: 0 (or anything under 1e-5) is greedy; else logits are divided by it.
+        At most 1e6, which is as good as uniform: its inverse must stay a normal float.
       top_k: keep the k likeliest tokens; 0 and -1 keep all.
       top_p: keep the smallest set of tokens whose probability reaches top_p (nucleus
         sampling, Holtzman et al. 2020); 0 keeps the likeliest token alone.
@@ -72,7 +70,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _real("temperature", self.temperature, 0.0, math.inf, "; 0 is greedy")
+        _real("temperature", self.temperature, 0.0, 1e6, "; 0 is greedy")
         _integer("top_k", self.top_k, -1, "; 0 or -1 keeps all tokens")
         _real("top_p", self.top_p, 0.0, 1.0, "; 1 keeps all tokens")
         _real("min_p", self.min_p, 0.0, 1.0, "; 0 keeps all tokens")

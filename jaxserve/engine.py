@@ -193,7 +193,6 @@ class Engine:
         if self._broken:
             raise RuntimeError(self._broken)
         outputs, self._aborted = self._aborted, []
-        self._arrive()
         outputs += self._turn()
         while not self._scheduler.has_requests and (
             self._flights or self._scheduler.has_chores
@@ -212,6 +211,7 @@ class Engine:
             self._tell(live, "arrived", arrival_s=arrival_s, prompt_tokens=prompt)
 
     def _turn(self) -> list[RequestOutput]:
+        self._arrive()
         start = time.perf_counter()
         launch = self._scheduler.plan(self.now())
         for event in self._scheduler.take_events():

@@ -35,6 +35,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # The device.
     "pallas_kernels": ("jax", "numpy"),
     "jaxserve.models": (
+        "jaxserve.models.base",
         "pallas_kernels",
         "jaxserve.config",
         "jaxserve.models.detokenizer",

@@ -101,7 +101,7 @@ class Planner:
         else:
             steps = min(steps, room - chunk + (1 if chunk else 0))
         row = Row(running, chunk, steps)
-        self._residents.resize(running, start + row.new_rows)
+        self._residents.place(running, start + row.new_rows)
         running.sampling += steps
         running.pending += row.new_rows
         if chunk:

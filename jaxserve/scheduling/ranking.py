@@ -43,6 +43,7 @@ class Ranking:
         self._waiting: list[_Entry] = []  # sorted by key
         self._stale: set[int] = set()
         self._expiry: list[tuple[float, int]] = []  # heap of (time, submission index)
+        self._due: dict[int, float] = {}  # the one entry of the heap that counts
         self._events: list[Event] = []
 
     def __len__(self) -> int:
@@ -57,6 +58,7 @@ class Ranking:
         """The request ended."""
         self._unlist(self._entries.pop(request.index))
         self._stale.discard(request.index)
+        self._due.pop(request.index, None)
 
     def touch(self, request: Request) -> None:
         """The request took or lost a slot: rank it again at the next `refresh`."""
@@ -73,10 +75,16 @@ class Ranking:
             self._events = []
             self._stale.update(self._entries if stale is None else stale)
         while self._expiry and self._expiry[0][0] <= now_s:
-            self._stale.add(heapq.heappop(self._expiry)[1])
+            until_s, index = heapq.heappop(self._expiry)
+            if self._due.get(index) == until_s:
+                del self._due[index]
+                self._stale.add(index)
         for index in sorted(self._stale & self._entries.keys()):
             self._rank(self._entries[index], now_s)
         self._stale.clear()
+        if len(self._expiry) > 2 * len(self._due):  # mostly entries put off since
+            self._expiry = [(at, index) for index, at in self._due.items()]
+            heapq.heapify(self._expiry)
 
     def _rank(self, entry: _Entry, now_s: float) -> None:
         self._unlist(entry)
@@ -88,9 +96,14 @@ class Ranking:
         self._entries[request.index] = entry
         if not view.running:
             bisect.insort(self._waiting, entry, key=lambda e: e.key)
-        until = self._policy.until(self._state, view, now_s)
-        if until is not None:
-            heapq.heappush(self._expiry, (until, request.index))
+        self._expire(request.index, self._policy.until(self._state, view, now_s))
+
+    def _expire(self, index: int, until_s: float | None) -> None:
+        if until_s is None:
+            self._due.pop(index, None)
+        elif self._due.get(index) != until_s:
+            self._due[index] = until_s
+            heapq.heappush(self._expiry, (until_s, index))
 
     def _unlist(self, entry: _Entry) -> None:
         i = bisect.bisect_left(self._waiting, entry.key, key=lambda e: e.key)

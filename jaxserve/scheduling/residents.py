@@ -30,6 +30,7 @@ class Residents:
         self.running: dict[int, Running] = {}  # by submission index
         self.index = PrefixIndex(shape.num_handles)
         self.budget = Budget(shape, self.index)
+        self._plan = 0  # number of the plan being built
         self.weight_version = 0  # enters every key
         self.lost_blocks = 0  # full columns that were given up without a name
 
@@ -47,9 +48,21 @@ class Residents:
             tokens = request.tokens(0, request.num_tokens)
             extend_keys(known, root, tokens, self._shape.block_size)
 
+    def begin_plan(self) -> None:
+        """Another plan is being built."""
+        self._plan += 1
+        self.index.begin_plan()
+
     def produced_soon(self, key: bytes) -> bool:
-        """Whether a running request is about to name the block of `key`."""
-        return key in self._producers or self.index.find(key) is not None
+        """Whether the block of `key` will have a name soon: worth waiting for.
+
+        Only a producer that had a row in the last plan or has one in this counts, so
+        that nobody waits for one that does not run.
+        """
+        producer = self._producers.get(key)
+        if producer is not None:
+            return producer.placed >= self._plan - 1
+        return self.index.find(key) is not None
 
     @property
     def producers(self) -> int:
@@ -79,6 +92,7 @@ class Residents:
             rows=cached,
             keys=keys,
             handles=list(hits),
+            placed=self._plan,
         )
         plan.adopt += [(slot, column, handle) for column, handle in enumerate(hits)]
         plan.admit.append((slot, request))
@@ -89,9 +103,14 @@ class Residents:
         return running
 
     def resize(self, running: Running, planned: int) -> None:
-        """The request's KV rows after the launches planned so far, at most."""
+        """Correct the KV rows after the launches planned so far, at most."""
         running.planned = planned
         self.budget.count.resize(running.slot, planned)
+
+    def place(self, running: Running, planned: int) -> None:
+        """The request has a row in this plan, up to `planned` KV rows."""
+        running.placed = self._plan
+        self.resize(running, planned)
 
     def name_columns(
         self, plan: PlanBuilder, running: Running, rows: int, *, fresh: bool
@@ -104,30 +123,35 @@ class Residents:
         """
         full = min(rows // self._shape.block_size, len(running.keys))
         for column in range(len(running.handles), full):
-            handle = self.index.find(running.keys[column])
-            if handle is not None and not self._forget(plan, handle):
-                # Others use the block of this name: ours stays private beside it.
-                self.index.pin([handle])
-                running.doubles.add(column)
-            else:
-                handle = self._name(plan, running, column, fresh=fresh)
-                if handle is None:
-                    return
+            handle = self._handle_for(plan, running, column, fresh=fresh)
+            if handle is None:
+                return
             running.handles.append(handle)
             if self._producers.get(running.keys[column]) is running:
                 del self._producers[running.keys[column]]
 
-    def _name(
+    def _handle_for(
         self, plan: PlanBuilder, running: Running, column: int, *, fresh: bool
     ) -> int | None:
-        """Publish a private column; None if the plan or the handles have no room."""
+        """A pinned handle for a private full column: its own, or the one it doubles.
+
+        None if the plan or the handles have no room.
+        """
+        key = running.keys[column]
+        handle = self.index.find(key)
+        if handle is not None and not self._forget(plan, handle):
+            # Others use the block of this name: ours stays private beside it.
+            self.index.pin([handle])
+            running.doubles.add(column)
+            return handle
         edits = plan.publish if fresh else plan.seal
         if not plan.can_name(edits):
             return None
-        handle = self.index.publish(running.keys[column], fresh=fresh)
+        handle = self.index.publish(key, fresh=fresh)
         if handle is not None:
             edits.append((running.slot, column, handle))
             self.budget.count.name(running.slot)
+            running.doubles.discard(column)
         return handle
 
     def _forget(self, plan: PlanBuilder, handle: int) -> bool:
@@ -152,10 +176,9 @@ class Residents:
             if not self._forget(plan, handle):
                 self.index.pin([handle])
                 return
-            own = self._name(plan, running, column, fresh=False)
+            own = self._handle_for(plan, running, column, fresh=False)
             assert own is not None, "H = P + K handles, and one was just let go"
             running.handles[column] = own
-            running.doubles.remove(column)
 
     def name_known(self, plan: PlanBuilder, running: Running) -> None:
         """Name the full columns whose rows are written and whose tokens are known."""

@@ -21,6 +21,7 @@ class Running:
         the output it already had.
       planned: KV rows after every launch planned so far, at most.
       rows: KV rows after every launch read so far.
+      placed: number of the last plan that gave it a row, or took it in.
       sampling: output tokens allowed in launches not read yet.
       pending: KV rows that those launches may write.
       keys: chained keys of the leading full blocks of its known tokens.
@@ -37,6 +38,7 @@ class Running:
     rows: int
     keys: list[bytes]
     handles: list[int]
+    placed: int
     doubles: set[int] = dataclasses.field(default_factory=set)
     sampling: int = 0
     pending: int = 0

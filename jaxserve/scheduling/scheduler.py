@@ -166,7 +166,7 @@ class Scheduler:
         """The next launch, from all that was observed; None if nothing is to do."""
         residents = self._residents
         plan = PlanBuilder(self._shape, self._config.max_num_batched_tokens)
-        residents.index.begin_plan()
+        residents.begin_plan()
         for running in self._ended:
             residents.release(plan, running)
         self._ended.clear()
