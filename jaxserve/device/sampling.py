@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 F32, I32, U32 = jnp.float32, jnp.int32, jnp.uint32
+_GROUP = 128
 
 
 class RowParams(NamedTuple):
@@ -86,6 +87,21 @@ def truncate(logits: jax.Array, params: RowParams) -> jax.Array:
     return jnp.where(kept, logits, -jnp.inf)
 
 
+def argmax(x: jax.Array) -> jax.Array:
+    """The first largest entry of each row, i32[R], from f32[R, V] without NaN.
+
+    In two levels where V allows: XLA's CPU backend reduces pairs of value and index ten
+    times slower than values alone.
+    """
+    rows, vocab = x.shape
+    if vocab % _GROUP:
+        return jnp.argmax(x, axis=-1).astype(I32)
+    groups = x.reshape(rows, vocab // _GROUP, _GROUP)
+    best = jnp.argmax(groups.max(axis=-1), axis=-1).astype(I32)  # [R]
+    group = jnp.take_along_axis(groups, best[:, None, None], axis=1)[:, 0]
+    return best * _GROUP + jnp.argmax(group, axis=-1).astype(I32)
+
+
 def row_keys(params: RowParams) -> jax.Array:
     """fold_in(fold_in(key(seed), sample_index), position) of each row."""
 
@@ -125,10 +141,10 @@ def sample(logits: jax.Array, params: RowParams) -> jax.Array:
             row_keys(params)
         )
         x = jnp.where(greedy[:, None], x, scaled + noise)
-        return jnp.argmax(x, axis=-1).astype(I32)
+        return argmax(x)
 
     def likeliest(x: jax.Array) -> jax.Array:
-        return jnp.argmax(x, axis=-1).astype(I32)
+        return argmax(x)
 
     return lax.cond(greedy.all(), likeliest, draw, logits)
 

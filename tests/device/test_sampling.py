@@ -401,3 +401,13 @@ def test_a_width_of_zero_or_past_the_vocabulary() -> None:
     assert none.top_ids.shape == (1, 0) and none.rank.tolist() == [1]
     wide = logprobs(logits, token, np.array(yes), width=9)
     assert sorted(wide.top_ids[0].tolist()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("vocab", [97, 128, 1024])
+def test_argmax_takes_the_first_of_equals(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    x = rng.integers(0, 4, size=(50, vocab)).astype(np.float32)  # many equals
+    x[0] = -np.inf
+    x[1] = 3.0
+    expected = np.argmax(x, axis=-1)  # numpy's is the first by definition
+    assert np.array_equal(sampling.argmax(jnp.asarray(x)), expected)
