@@ -68,7 +68,7 @@ def paged_attention(
     )
     out = _resize(decoded, num_tokens)
     if not (isinstance(num_decode, int) and num_decode == rows):
-        q_lens = jnp.where(is_decode | (kv_lens == 0), 0, jnp.diff(cu_q_lens))
+        q_lens = jnp.where(is_decode, 0, jnp.diff(cu_q_lens))
         out = _chunks(out, queries, pool, table, kv_lens, cu_q_lens[:-1], q_lens)
     return out.reshape(num_tokens, query_heads, head_size).astype(q.dtype)
 

@@ -38,6 +38,7 @@ CASES = {
     ),
     "chunks after prefixes": (MIXED, [5, 32, 9, 1], [21, 48, 137, 129]),
     "chunks among empty rows": (MIXED, [0, 31, 0, 0, 20, 0], [0, 95, 0, 0, 20, 0]),
+    "chunks without KV": (MIXED, [3, 40, 10], [0, 0, 10]),
     "mixed": (MIXED, [1, 1, 1, 1, 40, 3, 1, 11], [9, 160, 0, 17, 200, 3, 48, 27]),
     "mixed, every token used": (MIXED, [1, 1, 62], [FULL, 1, 190]),
     "nothing": (MIXED, [], []),
