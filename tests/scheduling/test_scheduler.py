@@ -151,6 +151,21 @@ def test_nobody_is_displaced_in_vain() -> None:
     assert order(served, "finished")[-1] == "big"
 
 
+def test_what_the_displaced_still_needed_is_needed_no_more() -> None:
+    served = Served(
+        config(4, 1, 1, num_blocks=8, max_num_seqs=8, max_chunk_tokens=4),
+        policy=by_priority(),
+    )
+    served.add("low", [1] * 24, 1, priority=1)  # one block of six so far
+    served.step()
+    served.add("urgent", [2] * 20, 1, priority=0)  # five: they do not fit together
+    served.step()
+    assert order(served, "preempted") == ["low"]
+    assert order(served, "admitted") == ["low", "urgent"]
+    served.finish()
+    assert order(served, "finished") == ["urgent", "low"]
+
+
 def test_the_displaced_are_enough_and_the_shared_are_no_gain() -> None:
     """Blocks that stay pinned by others are not counted as what a victim gives."""
     served = Served(config(4, 1, 1, num_blocks=8, max_num_seqs=8), policy=by_priority())
