@@ -187,6 +187,23 @@ def test_a_row_sees_neither_its_mates_nor_its_place() -> None:
     assert tokens == {int(np.argmax(mine + noise))}
 
 
+@pytest.mark.parametrize("vocab", [128, 384, 130])
+def test_the_likeliest_is_the_first_of_the_largest(vocab: int) -> None:
+    """Also where the vocabulary is reduced in groups: ties within and across them."""
+    rng = np.random.default_rng(vocab)
+    x = np.round(rng.normal(size=(64, vocab))).astype(np.float32)
+    x[0] = -np.inf
+    x[1] = -np.inf
+    x[1, -1] = -3e38
+    x[2] = 0
+    x[3] = np.where(np.arange(vocab) == vocab // 2, np.float32(7), x[3])
+    x[4] = np.arange(vocab)
+    x[5] = -np.arange(vocab)
+    got = jax.jit(sampling.argmax)(x)
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, np.argmax(x, axis=1))
+
+
 # Distributions ------------------------------------------------------------------------
 
 LOGITS = [1.0, 2.0, 3.0, 0.0, 2.5]
