@@ -10,17 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import flags
+from absl import flags, logging
 
 from jaxserve import LLM
 from jaxserve.core import Event
+from jaxserve.llm import runs_bfloat16
 from jaxserve.models import smollm2_path
 
 _MODEL = flags.DEFINE_string(
     "model", None, "Directory, .gguf file or hub name; default SmolLM2-135M-Instruct."
 )
 _DTYPE = flags.DEFINE_enum(
-    "dtype", "bfloat16", ["bfloat16", "float32"], "Of the weights and the KV cache."
+    "dtype", None, ["bfloat16", "float32"], "Of weights and cache; default the faster."
 )
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 1024, "Most tokens a request.")
 MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 64, "Requests running at once.")
@@ -48,8 +49,9 @@ def make_llm(*, on_event: Callable[[Event], None] | None = None, **changes: Any)
       on_event: as in `LLM`.
       changes: arguments of `LLM` that go before the flags.
     """
+    logging.set_verbosity(logging.WARNING)  # JAX tells which backends it tried
     options: dict[str, Any] = {
-        "dtype": _DTYPE.value,
+        "dtype": _DTYPE.value or ("bfloat16" if runs_bfloat16() else "float32"),
         "max_model_len": _MAX_MODEL_LEN.value,
         "max_num_seqs": MAX_NUM_SEQS.value,
         "max_num_batched_tokens": _BATCHED_TOKENS.value,

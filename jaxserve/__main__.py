@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.llm import runs_bfloat16
 from jaxserve.models import smollm2_path
 
 _PROMPT = flags.DEFINE_string("prompt", None, "What to ask.", required=True)
@@ -14,7 +15,7 @@ _MODEL = flags.DEFINE_string(
     "model", None, "Directory, .gguf file or hub name; default SmolLM2-135M-Instruct."
 )
 _DTYPE = flags.DEFINE_enum(
-    "dtype", "bfloat16", ["bfloat16", "float32"], "Of the weights and the KV cache."
+    "dtype", None, ["bfloat16", "float32"], "Of weights and cache; default the faster."
 )
 _MAX_TOKENS = flags.DEFINE_integer(
     "max_tokens", 256, "Most output tokens.", lower_bound=1
@@ -27,7 +28,12 @@ _RAW = flags.DEFINE_bool("raw", False, "Complete the prompt; no chat template.")
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; quote the prompt")
-    llm = LLM(_MODEL.value or smollm2_path(), dtype=_DTYPE.value, max_num_seqs=8)
+    logging.set_verbosity(logging.WARNING)  # JAX tells which backends it tried
+    llm = LLM(
+        _MODEL.value or smollm2_path(),
+        dtype=_DTYPE.value or ("bfloat16" if runs_bfloat16() else "float32"),
+        max_num_seqs=8,
+    )
     tokenizer = llm.get_tokenizer()
     prompt = _PROMPT.value
     ids = (

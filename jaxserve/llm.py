@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -66,6 +67,12 @@ class LLM:
         **engine_options: Any,
     ):
         _keep_compiled_programs()
+        if dtype == "bfloat16" and not runs_bfloat16():
+            warnings.warn(
+                f"JAX {jax.__version__} runs bfloat16 on CPUs many times slower than "
+                "float32; pass dtype='float32', or use JAX 0.11 (Python 3.12) or later",
+                stacklevel=2,
+            )
         policy = get_policy(scheduling_policy)
         config = EngineConfig(
             max_model_len=max_model_len,
@@ -242,6 +249,14 @@ class LLM:
             for request_id in left:  # interrupted: a later call starts afresh
                 self.engine.abort_request(request_id)
         return [done[request_id] for request_id in ids]
+
+
+def runs_bfloat16() -> bool:
+    """Whether bfloat16 is the faster dtype here: anywhere but on CPUs before JAX 0.11.
+
+    There XLA converts the weights and the whole cache to float32 in every step.
+    """
+    return jax.default_backend() != "cpu" or jax.__version_info__ >= (0, 11)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

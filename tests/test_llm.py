@@ -22,6 +22,7 @@ def llm() -> LLM:
         pytest.skip(str(error))
     return LLM(
         path,
+        dtype="float32",
         max_model_len=256,
         max_num_seqs=8,
         max_num_batched_tokens=128,
