@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxserve import EngineConfig
 from jaxserve.core import empty_plan, pack
@@ -22,7 +23,6 @@ CONFIG = EngineConfig(
     max_num_seqs=4,
     max_num_batched_tokens=16,
     block_size=16,
-    num_scheduler_steps=2,  # so that the loop of decode steps is in the program
     max_logprobs=2,
 )
 DECODER = Decoder(
@@ -68,7 +68,8 @@ def _params(model: HashModel | Decoder) -> dict:
 
 def _memory(model: HashModel | Decoder, num_blocks: int):
     """Compiler's account of a mixed launch, and the bytes of its pages."""
-    shape = CONFIG.shape(num_blocks)
+    steps = 1 if isinstance(model, HashModel) else 2
+    shape = dataclasses.replace(CONFIG, num_scheduler_steps=steps).shape(num_blocks)
     state = jax.eval_shape(lambda: device_state.init(model, shape))
     rows, tokens = shape.launch_shape(4, 16)
     plan = pack(empty_plan(shape, rows, tokens))
@@ -79,25 +80,21 @@ def _memory(model: HashModel | Decoder, num_blocks: int):
     return program.compile().memory_analysis(), pages
 
 
-def test_a_tenfold_cache_needs_no_more_memory() -> None:
-    small, small_pages = _memory(DECODER, 1_000)
-    large, large_pages = _memory(DECODER, 10_000)
-    assert large_pages == 10 * small_pages
-    grown = large.temp_size_in_bytes - small.temp_size_in_bytes
-    # The pool's vectors of P grow, the pages' 16 KiB a block do not.
-    assert grown < 0.01 * (large_pages - small_pages)
-    _check_aliased(large, large_pages)
-
-
-def test_the_hash_model_copies_no_pages() -> None:
-    """A block of 64 bytes: the pool's own vectors of P are a fair part of it."""
-    memory, pages = _memory(HashModel(), 10_000)
-    assert memory.temp_size_in_bytes < 0.5 * pages
-    _check_aliased(memory, pages)
-
-
-def _check_aliased(memory, pages: int) -> None:
-    """All of the state is an alias of its input: pages, pool and slots."""
+@pytest.mark.parametrize(
+    ("model", "share"),
+    [
+        # With a loop of decode steps: 327 MB of pages, of which a layer would be half.
+        pytest.param(DECODER, 0.01, id="decoder"),
+        # A block of 64 bytes: the pool's own vectors of P are a fair part of it.
+        pytest.param(HashModel(), 0.5, id="hash model"),
+    ],
+)
+def test_a_launch_needs_no_memory_in_proportion_to_the_cache(
+    model: HashModel | Decoder, share: float
+) -> None:
+    memory, pages = _memory(model, 10_000)
+    assert memory.temp_size_in_bytes < share * pages
+    # All of the state is an alias of its input: pages, pool and slots.
     assert memory.alias_size_in_bytes >= pages
     fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert fresh < 0.01 * pages  # the outputs of the launch

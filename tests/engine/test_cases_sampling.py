@@ -413,9 +413,9 @@ def test_jx1_nothing_compiles_after_warm_up() -> None:
 
 def test_jx1_without_warm_up_no_more_than_the_listed_set_compiles() -> None:
     """JX1: a cold start compiles at most one program for each shape."""
-    for base in (JAX, JAX_4_STEPS):
+    for base, mates in ((JAX, 8), (JAX_4_STEPS, 7)):
         served = Served(base, executor=jax_executor())
-        assert serve_seeded(served, 8) == seeded_alone()
+        assert serve_seeded(served, mates) == seeded_alone()
         shapes = {(plan.rows, plan.tokens) for plan in served.recorder.plans}
         assert shapes <= set(served.engine.shape.launch_shapes())
         assert served.stats()["compiles"] <= len(shapes)
