@@ -46,14 +46,14 @@ def make_batch(
     kv_lens: Sequence[int],
     *,
     num_decode: int | None = None,
-    shared_columns: int = 0,
+    shared: Sequence[tuple[Sequence[int], slice]] = (),
     seed: int = 0,
 ) -> Batch:
     """A batch whose first rows have these lengths; further rows are padding.
 
     Each row's blocks lie anywhere in the pool and its unused columns name pages of
-    other rows. num_decode None counts the leading rows of one token. The first
-    `shared_columns` blocks of all rows are those of row 0.
+    other rows. num_decode None counts the leading rows of one token. For each (rows,
+    columns) of `shared`, these columns of these rows hold the same blocks.
     """
     rng = np.random.default_rng(seed)
     q_lens = np.array([*q_lens, *[0] * (shape.rows - len(q_lens))], np.int32)
@@ -63,7 +63,8 @@ def make_batch(
     num_pages = shape.rows * shape.columns + 2
     table = rng.permutation(num_pages)[: shape.rows * shape.columns]
     table = table.reshape(shape.rows, shape.columns).astype(np.int32)
-    table[:, :shared_columns] = table[0, :shared_columns]
+    for members, columns in shared:
+        table[members, columns] = table[members[0], columns]
     page_shape = (num_pages, shape.block, shape.kv_heads, 2, shape.head_size)
     pages = np.full(page_shape, np.nan, np.float32)
     for row, kv_len in enumerate(kv_lens):

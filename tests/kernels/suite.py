@@ -62,6 +62,49 @@ SHAPES = {
 }
 
 
+# name: (shape, query lengths, KV lengths, what is shared)
+MANY = Shape(24, rows=24, columns=32, kv_heads=2, groups=2, head_size=32)
+SHARED = {
+    "by decode rows and chunks": (
+        MIXED,
+        [1, 1, 1, 20, 20],
+        [70, 65, 150, 90, 84],
+        [(range(5), slice(4))],
+    ),
+    "by all": (MANY, [1] * 24, range(300, 420, 5), [(range(24), slice(16))]),
+    "by all, with a gap": (
+        MANY,
+        [1] * 24,
+        [400] * 24,
+        [(range(24), slice(8)), (range(24), slice(16, 24))],
+    ),
+    "by all, all of it": (MANY, [1] * 24, [500] * 24, [(range(24), slice(32))]),
+    "by groups, in part": (
+        MANY,
+        [1] * 24,
+        [385, 512, 130, 300, 100, 127, 128, 384, 0]
+        + [150, 144, 129, 512, 0, 200]
+        + [300, 310, 260, 1, 400, 400, 512, 0, 77],
+        [
+            (range(9), slice(24)),
+            (range(9, 15), slice(9)),
+            (range(15, 18), slice(16)),
+            ([19, 20], slice(32)),
+        ],
+    ),
+    "by rows far apart": (
+        MANY,
+        [1] * 24,
+        range(256, 496, 10),
+        [
+            (range(0, 24, 3), slice(8)),
+            (range(1, 24, 3), slice(16)),
+            (range(2, 24, 3), slice(9)),
+        ],
+    ),
+}
+
+
 def tolerance(shape: Shape) -> float:
     """Absolute error allowed where values are about 1."""
     exact = shape.q_dtype == shape.kv_dtype == "float32"
@@ -143,12 +186,19 @@ class AttentionSuite:
         batch = make_batch(MIXED, q_lens, kv_lens, num_decode=num_decode, seed=seed)
         self.check(batch, tolerance(MIXED))
 
-    def test_rows_may_share_blocks(self):
+    @pytest.mark.parametrize("name", SHARED)
+    def test_rows_may_share_blocks(self, name):
+        shape, q_lens, kv_lens, shared = SHARED[name]
+        batch = make_batch(shape, q_lens, kv_lens, shared=shared)
+        self.check(batch, tolerance(shape))
+
+    def test_rows_may_name_the_same_blocks_beyond_their_kv(self):
+        """Row 0 reaches 130 positions; that its table goes on like others is chance."""
         batch = make_batch(
-            MIXED, [1, 1, 1, 20, 20], [70, 65, 150, 90, 84], shared_columns=4
+            MANY, [1] * 24, [130] + [400] * 23, shared=[(range(24), slice(24))]
         )
-        assert (batch.table[1:5, :4] == batch.table[0, :4]).all()
-        self.check(batch, tolerance(MIXED))
+        batch.table[0] = batch.table[1]
+        self.check(batch, tolerance(MANY))
 
     def test_large_logits_do_not_overflow(self):
         batch = make_batch(MIXED, [1, 1, 20], [200, 3, 20])

@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_kernels import paged_attention, write_kv
 from tests.kernels.batches import Shape
-from tests.kernels.suite import DECODE, MIXED, AttentionSuite
+from tests.kernels.suite import MANY, MIXED, AttentionSuite
 
 LAYERS = 3
 BLOCKS = 50
@@ -21,7 +21,7 @@ class TestXla(AttentionSuite):
     implementation = "xla"
 
 
-@pytest.mark.parametrize("shape", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("shape", [MANY, MIXED], ids=["many rows", "mixed"])
 def test_a_larger_pool_takes_no_more_temporary_memory(shape):
     attend = functools.partial(paged_attention, scale=0.1, implementation="xla")
     small, large = (
