@@ -105,10 +105,21 @@ class Served:
         self.engine.add_request(name, prompt, greedy(max_tokens, **sampling), **more)
 
     def step(self) -> list[RequestOutput]:
-        """One engine step; outputs are kept by name."""
+        """One engine step; outputs are kept by name. Each extends the one before it,
+        and none follows a finished one."""
         new = self.engine.step()
         for output in new:
-            self.outputs[output.request_id] = output
+            name, tokens = output.request_id, output.outputs[0].token_ids
+            before = self.outputs.get(name)
+            if before is not None and not before.finished:
+                had = before.outputs[0].token_ids
+                assert tokens[: len(had)] == had, "told tokens are taken back"
+                assert len(tokens) > len(had) or output.finished, "nothing is new"
+            elif before is not None:
+                assert before.metrics.arrival_s != output.metrics.arrival_s or (
+                    before.prompt_token_ids != output.prompt_token_ids
+                ), "an output follows the last one"
+            self.outputs[name] = output
         return new
 
     def until(self, condition: Callable[[], bool]) -> None:

@@ -151,6 +151,19 @@ def test_nobody_is_displaced_in_vain() -> None:
     assert order(served, "finished")[-1] == "big"
 
 
+def test_evicting_comes_before_displacing() -> None:
+    served = Served(config(4, 1, 1, num_blocks=8, max_num_seqs=8), policy=by_priority())
+    served.run("cached", [9] * 16, 1)  # four idle blocks
+    served.add("low", [1] * 12, 2, priority=1)  # three or four
+    served.step()
+    assert served.stats()["free_blocks"] == 1
+    served.add("urgent", [2] * 14, 1, priority=0)  # four: three by evicting
+    served.step()
+    assert not served.of("preempted") and served.tokens("urgent")
+    served.finish()
+    assert served.tokens("low") == direct([1] * 12, 2)
+
+
 def test_what_the_displaced_still_needed_is_needed_no_more() -> None:
     served = Served(
         config(4, 1, 1, num_blocks=8, max_num_seqs=8, max_chunk_tokens=4),
@@ -370,6 +383,68 @@ def test_who_waits_for_anothers_prefill_waits_a_bounded_time() -> None:
         served.step()
     passed = [name for name in order(served, "admitted") if name.isdigit()]
     assert served.of("admitted", "waits"), f"{len(passed)} newcomers have passed it"
+
+
+# What a policy is told ----------------------------------------------------------------
+
+
+def test_a_policy_hears_whole_lives_of_requests_and_nothing_else() -> None:
+    """First that it arrived, last that it finished: so a map by index can be exact."""
+    heard: list = []
+
+    def update(state, events):
+        for e in events:
+            if e.kind == "arrived":
+                assert e.data["index"] not in state
+                state = {**state, e.data["index"]: 0}
+            assert e.data["index"] in state, f"{e.kind} of one that never arrived"
+            if e.kind == "finished":
+                state = {i: n for i, n in state.items() if i != e.data["index"]}
+        heard.extend(events)
+        return state, ()
+
+    policy = by_priority()._replace(init=lambda: {}, update=update)
+    served = Served(config(4, 2, 1, num_blocks=8, max_num_seqs=2), policy=policy)
+    for i in range(6):
+        served.add(f"{i}", [i + 1] * 5, 6, priority=i % 3, arrival_time=0.01 * i)
+    served.add("later", [1], 3, arrival_time=0.3)
+    served.add("never", [1], 3, arrival_time=0.3)
+    served.step()
+    assert served.engine.abort_request("never")
+    served.finish()
+    kinds = {e.kind for e in heard}
+    assert kinds == {"arrived", "admitted", "progressed", "preempted", "finished"}
+    told = [(e.kind, e.data["index"], e.time_s) for e in heard]
+    mine = [
+        (e.kind, e.data["index"], e.time_s)
+        for e in served.events
+        if e.kind != "launch" and e.request_id != "never"
+    ]
+    # In the order of the engine's events; the last ones wait for another plan.
+    assert told == mine[: len(told)] and len(told) >= len(mine) - 3
+
+
+@pytest.mark.parametrize("launches", [1, 2, 3])
+def test_a_view_counts_what_is_in_flight_also_of_the_preempted(launches: int) -> None:
+    """Tokens of launches not read yet were planned for certain: no count goes back."""
+    seen: dict[int, list[tuple[int, bool]]] = {}
+
+    def rank(state, view, now_s):
+        seen.setdefault(view.index, []).append((view.output_tokens, view.running))
+        return view.priority, (view.arrival_s,)
+
+    policy = fcfs()._replace(rank=rank, update=lambda state, events: (state, None))
+    served = Served(
+        config(4, launches, 1, num_blocks=40, max_num_seqs=1), policy=policy
+    )
+    served.add("r", [1] * 5, 12, priority=1)
+    served.until(lambda: len(served.tokens("r")) >= 3)
+    served.add("urgent", [9], 2, priority=0)
+    served.finish()
+    assert served.of("preempted", "r")
+    counts = [count for count, _ in seen[0]]
+    assert counts == sorted(counts), "a token was counted, and then not"
+    assert counts[-1] >= 11
 
 
 def test_sim_c_is_the_cases_clock() -> None:
