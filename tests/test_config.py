@@ -15,8 +15,7 @@ from jaxserve import EngineConfig, SamplingParams
 from jaxserve.config import bucket
 from jaxserve.engine import num_blocks
 from jaxserve.models.hash_model import HashModel
-from tests.engine.harness import Served
-from tests.engine.test_cases_blocks import config
+from tests.engine.harness import Served, config
 from tests.serving import direct
 
 NAN, INF = float("nan"), float("inf")

@@ -9,8 +9,7 @@ import pytest
 from jaxserve import metrics
 from jaxserve.core import EVENT_FIELDS, Event
 from jaxserve.metrics import RequestMetrics
-from tests.engine.harness import Served, by_priority
-from tests.engine.test_cases_blocks import config, preempt
+from tests.engine.harness import Served, by_priority, config, preempt
 
 
 def told(kind: str, ms: float, name: str, index: int, **data: object) -> Event:

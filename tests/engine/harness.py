@@ -50,6 +50,27 @@ def equals() -> Policy:
     return fcfs()._replace(rank=lambda state, view, now_s: (view.priority, ()))
 
 
+BLOCK_SIZES = (1, 2, 4, 8)
+SCHEDULES = ((1, 1), (2, 1), (3, 1), (1, 4), (2, 4))  # launches in flight, steps
+EVERY_KIND = [(b, n, k) for b in BLOCK_SIZES for n, k in SCHEDULES]
+
+
+def config(block_size: int, launches: int, steps: int, **fields) -> EngineConfig:
+    """A small engine; a budget that holds any prompt here whole."""
+    return EngineConfig(
+        **{
+            "block_size": block_size,
+            "launches_in_flight": launches,
+            "num_scheduler_steps": steps,
+            "max_model_len": 64,
+            "max_num_seqs": 2,
+            "max_num_batched_tokens": 64,
+            "max_logprobs": 0,
+            **fields,
+        }
+    )
+
+
 class _Watch(Recorder):
     """A recorder that also notes what the host reserved for each launch."""
 
@@ -190,6 +211,35 @@ def truths(jobs: Sequence[Job], eos: Sequence[int] = ()) -> dict[int, Truth]:
         tokens = job.expected(eos)
         found[i] = Truth(tokens, bool(tokens) and tokens[-1] in eos)
     return found
+
+
+EXECUTORS = {"definition": None, "device": jax_executor()}
+URGENT = 90
+R_5_TO_9 = [55, 4, 67, 48, 13, 73, 37, 88]
+"""The cases' output of [5..9]."""
+
+
+def preempt(served: Served) -> None:
+    """Displace whoever runs by an urgent request, on an engine without a free slot."""
+    name = f"urgent {len(served.events)}"
+    served.add(name, [URGENT], 1, priority=-1)
+    served.until(lambda: bool(served.tokens(name)))
+
+
+def preempt_at_every_output(served: Served) -> int:
+    """Serve request "r" to its end, displacing it whenever it has got tokens, and once
+    in its prompt; return how many requests displaced it."""
+    served.step()
+    preempt(served)
+    displaced, had = 1, len(served.tokens("r"))
+    while served.engine.has_unfinished_requests():
+        served.step()
+        if had < len(served.tokens("r")) and served.reason("r") is None:
+            had = len(served.tokens("r"))
+            preempt(served)
+            displaced += 1
+    assert served.engine.holds_nothing()
+    return displaced
 
 
 def serve(served: Served, jobs: Sequence[Job], *, resets: Sequence[int] = ()) -> Run:

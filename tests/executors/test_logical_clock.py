@@ -10,8 +10,7 @@ from jaxserve.core import StepPlan, empty_plan
 from jaxserve.executors.cost_model import LinearCost, LogicalClock
 from jaxserve.executors.sim_executor import SimExecutor, Truth
 from tests import serving
-from tests.engine.harness import SIM_C, Served, serve, truths
-from tests.engine.test_cases_blocks import SCHEDULES, config
+from tests.engine.harness import SCHEDULES, SIM_C, Served, config, serve, truths
 
 SHAPE = EngineConfig(
     max_model_len=64,

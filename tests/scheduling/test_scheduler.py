@@ -11,15 +11,16 @@ from jaxserve.executors.sim_executor import SimExecutor, Truth
 from jaxserve.scheduling.policies import fcfs
 from tests import serving
 from tests.engine.harness import (
+    SCHEDULES,
     SIM_C,
     Served,
     by_priority,
+    config,
     equals,
     serve,
     sim_executor,
     truths,
 )
-from tests.engine.test_cases_blocks import SCHEDULES, config
 from tests.serving import Job, direct
 
 
