@@ -1,4 +1,4 @@
-"""Sampling, against sorting in numpy and against the probabilities it must draw from.
+"""Sampling, against the probabilities it must draw from, row by row.
 
 Every call is of one of two (R, V), so that few programs compile.
 """
@@ -13,46 +13,25 @@ import pytest
 from jaxserve.config import SamplingParams
 from jaxserve.core import ADMIT_FIELDS, Request, random_seed
 from jaxserve.device import sampling
-from jaxserve.device.sampling import RowParams
 from jaxserve.scheduling.plan_builder import PlanBuilder
+from tests.device.row_params import ROWS, VOCAB, rows, softmax
 from tests.engine.harness import JAX
 
-ROWS, VOCAB = 8, 24
 DRAWS = 4096  # rows of the distribution tests, each with a position of its own
+
+
 WORDS = 6  # their vocabulary
 
+
 sample = jax.jit(sampling.sample)
-truncate = jax.jit(sampling.truncate)
-logprobs = jax.jit(sampling.logprobs, static_argnames="width")
+
+
 row_keys = jax.jit(sampling.row_keys)
+
 
 # Quantiles of chi-square at 1 - 1e-6 (tables), by degrees of freedom: a fixed seed that
 # passes stays passing, and a wrong distribution of 4,096 draws is far beyond.
 CHI_SQUARE = {1: 23.9, 2: 27.6, 3: 30.7, 4: 33.4, 5: 35.9}
-
-
-def rows(count: int, *, barred: object = None, **fields: object) -> RowParams:
-    """Row parameters; a scalar stands for every row. Neutral unless given."""
-    neutral = {
-        "sample_index": (0, np.int32),
-        "position": (np.arange(count), np.int32),
-        "temperature": (1.0, np.float32),
-        "top_k": (0, np.int32),
-        "top_p": (1.0, np.float32),
-        "min_p": (0.0, np.float32),
-    }
-    seed = np.broadcast_to(np.asarray(fields.pop("seed", 0), np.uint64), count)
-    key = np.stack([seed >> np.uint64(32), seed & np.uint64(0xFFFFFFFF)], axis=1)
-    if barred is None:
-        barred = np.full((count, 2), -1)
-    made = {
-        name: np.broadcast_to(np.asarray(fields.pop(name, value), dtype), count)
-        for name, (value, dtype) in neutral.items()
-    }
-    assert not fields
-    return RowParams(
-        key=key.astype(np.uint32), barred=np.asarray(barred, np.int32), **made
-    )
 
 
 def draws(logits: list[float], **fields: object) -> np.ndarray:
@@ -74,32 +53,7 @@ def check_draws(counts: np.ndarray, expected: np.ndarray) -> None:
     assert statistic < CHI_SQUARE[int(support.sum()) - 1], (counts, goal)
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Float64 probabilities."""
-    weights = np.exp(logits - logits.max())
-    return weights / weights.sum()
-
-
-def allowed(
-    logits: np.ndarray, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> np.ndarray:
-    """Which ids of one row stay, by sorting; ties with the last one kept stay too."""
-    logits = np.asarray(logits, np.float64)
-    keep = np.ones(len(logits), bool)
-    if 0 < top_k < len(logits):
-        keep = logits >= np.sort(logits)[-top_k]
-    probs = softmax(np.where(keep, logits, -np.inf))
-    if top_p < 1:
-        descending = np.sort(probs)[::-1]
-        # The smallest head of the sorted list that reaches top_p, never empty.
-        count = 1 + int((np.cumsum(descending)[:-1] < top_p).sum())
-        keep &= probs >= descending[count - 1]
-    if min_p > 0:
-        keep &= probs >= min_p * probs.max()
-    return keep
-
-
-# Rows are independent, by key and by place --------------------------------------------
+LOGITS = [1.0, 2.0, 3.0, 0.0, 2.5]
 
 
 def test_the_key_is_the_documented_one() -> None:
@@ -185,28 +139,6 @@ def test_a_row_sees_neither_its_mates_nor_its_place() -> None:
         jax.random.fold_in(jax.random.fold_in(jax.random.key(42), 0), 11), (VOCAB,)
     )
     assert tokens == {int(np.argmax(mine + noise))}
-
-
-@pytest.mark.parametrize("vocab", [128, 384, 130])
-def test_the_likeliest_is_the_first_of_the_largest(vocab: int) -> None:
-    """Also where the vocabulary is reduced in groups: ties within and across them."""
-    rng = np.random.default_rng(vocab)
-    x = np.round(rng.normal(size=(64, vocab))).astype(np.float32)
-    x[0] = -np.inf
-    x[1] = -np.inf
-    x[1, -1] = -3e38
-    x[2] = 0
-    x[3] = np.where(np.arange(vocab) == vocab // 2, np.float32(7), x[3])
-    x[4] = np.arange(vocab)
-    x[5] = -np.arange(vocab)
-    got = jax.jit(sampling.argmax)(x)
-    assert got.dtype == np.int32
-    np.testing.assert_array_equal(got, np.argmax(x, axis=1))
-
-
-# Distributions ------------------------------------------------------------------------
-
-LOGITS = [1.0, 2.0, 3.0, 0.0, 2.5]
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
@@ -308,116 +240,6 @@ def test_the_smallest_random_temperature_is_finite() -> None:
 def test_extremes_leave_the_likeliest(fields: dict) -> None:
     """SA3 (gemma#585, lattice#225): top_k=0 is not "token 0", nor top_p=0 none."""
     assert draws([0, 100, 9], **fields)[1] == DRAWS
-
-
-# Truncation, exactly ------------------------------------------------------------------
-
-
-def kept(logits: np.ndarray, **fields: object) -> np.ndarray:
-    """bool[ROWS, VOCAB] that `truncate` left; what is left keeps its logit."""
-    out = np.asarray(truncate(logits, rows(ROWS, **fields)))
-    left = out > -np.inf
-    np.testing.assert_array_equal(out[left], logits[left])
-    return left
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_allowed_set_is_that_of_a_sort(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    for _ in range(40):
-        logits = rng.normal(size=(ROWS, VOCAB)) * rng.choice([0.1, 1, 8])
-        if rng.random() < 0.5:  # ties, of both signs
-            logits = np.round(logits * 2) / 2
-        logits[rng.random(logits.shape) < rng.choice([0, 0.3])] = -np.inf
-        logits[:, 0] = rng.normal(size=ROWS)
-        logits = logits.astype(np.float32)
-        top_k = rng.choice([0, -1, 1, 2, 5, VOCAB, VOCAB + 1, 1000], ROWS)
-        top_p = rng.choice([0.0, 0.3, 0.777, 0.95, 1.0], ROWS)
-        min_p = rng.choice([0.0, 0.0, 0.05, 0.5, 1.0], ROWS)
-        got = kept(logits, top_k=top_k, top_p=top_p, min_p=min_p)
-        for row in range(ROWS):
-            arguments = (int(top_k[row]), float(top_p[row]), float(min_p[row]))
-            expected = allowed(logits[row], *arguments)
-            expected &= logits[row] > -np.inf
-            if not _on_the_edge(logits[row], *arguments):
-                assert got[row].tolist() == expected.tolist(), arguments
-
-
-def _on_the_edge(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> bool:
-    """Whether rounding to float32 may decide: a share within 1e-5 of a bound."""
-    probs = softmax(
-        np.where(allowed(logits, top_k), np.asarray(logits, np.float64), -np.inf)
-    )
-    heads = np.cumsum(np.sort(probs)[::-1])
-    near_p = top_p < 1 and (abs(heads - top_p) < 1e-5).any()
-    near_min = 0 < min_p < 1 and (abs(probs / probs.max() - min_p) < 1e-5).any()
-    return bool(near_p or near_min)
-
-
-def test_ties_with_the_last_kept_token_stay() -> None:
-    logits = np.full((ROWS, VOCAB), -4, np.float32)
-    logits[:, [3, 7, 9]] = 2
-    logits[:, 5] = 3
-    best = set(np.flatnonzero(kept(logits, top_k=2)[0]))
-    assert best == {3, 5, 7, 9}
-    # p(5) = .4693, p of each tie .1726: .5 needs one of the three, and so has them all.
-    assert set(np.flatnonzero(kept(logits, top_p=0.5)[0])) == {3, 5, 7, 9}
-    assert set(np.flatnonzero(kept(logits, top_k=1)[0])) == {5}
-    assert set(np.flatnonzero(kept(logits, top_p=0.0)[0])) == {5}
-    even = np.zeros((ROWS, VOCAB), np.float32)
-    assert kept(even, top_k=1, top_p=0.0, min_p=1.0).all()
-    zeros = np.where(np.arange(VOCAB) < 2, np.float32(0), np.float32(-1))
-    zeros[1] = -0.0  # equal to 0.0, though its bits are not
-    signed = np.tile(zeros, (ROWS, 1)).astype(np.float32)
-    assert set(np.flatnonzero(kept(signed, top_k=1)[0])) == {0, 1}
-
-
-def test_one_token_is_enough_of_an_extreme_distribution() -> None:
-    logits = np.full((ROWS, VOCAB), -np.inf, np.float32)
-    logits[:, 4] = -3e38
-    for fields in ({"top_k": 3}, {"top_p": 0.5}, {"top_p": 0.0}, {"min_p": 0.5}):
-        assert np.flatnonzero(kept(logits, **fields)[0]).tolist() == [4]
-
-
-# Log-probabilities --------------------------------------------------------------------
-
-
-def test_logprobs_of_the_case() -> None:
-    """SA5 (vllm#36746, TensorRT-LLM#7296): values and ranks of logits [9, 8, 7, 6]."""
-    logits = np.tile(np.array([9, 8, 7, 6], np.float32), (4, 1))
-    tokens = np.array([0, 3, 1, 2], np.int32)
-    got = jax.device_get(logprobs(logits, tokens, np.ones(4, bool), width=3))
-    values = [-0.4402, -1.4402, -2.4402, -3.4402]
-    np.testing.assert_allclose(got.chosen, [values[t] for t in tokens], atol=5e-5)
-    assert got.rank.tolist() == [1, 4, 2, 3]
-    assert got.top_ids.tolist() == [[0, 1, 2]] * 4
-    np.testing.assert_allclose(got.top, [values[:3]] * 4, atol=5e-5)
-
-
-def test_logprobs_are_of_the_unscaled_distribution_and_ranks_count_what_is_above():
-    rng = np.random.default_rng(3)
-    logits = np.round(rng.normal(size=(ROWS, VOCAB)) * 3) / 2
-    logits = logits.astype(np.float32)
-    tokens = rng.integers(0, VOCAB, ROWS, np.int32)
-    wanted = np.arange(ROWS) == 5  # one row that wants them is enough
-    got = jax.device_get(logprobs(logits, tokens, wanted, width=4))
-    for row, token in enumerate(tokens):
-        logs = np.log(softmax(np.asarray(logits[row], np.float64)))
-        np.testing.assert_allclose(got.chosen[row], logs[token], atol=1e-5)
-        assert got.rank[row] == 1 + int((logits[row] > logits[row][token]).sum())
-        np.testing.assert_allclose(got.top[row], np.sort(logs)[::-1][:4], atol=1e-5)
-        np.testing.assert_allclose(got.top[row], logs[got.top_ids[row]], atol=1e-5)
-        assert len(set(got.top_ids[row].tolist())) == 4
-    nobody = jax.device_get(logprobs(logits, tokens, wanted & False, width=4))
-    assert not any(x.any() for x in nobody)
-
-
-def test_a_width_of_zero_or_past_the_vocabulary() -> None:
-    logits, token, yes = np.zeros((1, 3), np.float32), np.zeros(1, np.int32), [True]
-    none = logprobs(logits, token, np.array(yes), width=0)
-    assert none.top_ids.shape == (1, 0) and none.rank.tolist() == [1]
-    wide = logprobs(logits, token, np.array(yes), width=9)
-    assert sorted(wide.top_ids[0].tolist()) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("vocab", [97, 128, 1024])

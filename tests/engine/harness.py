@@ -213,6 +213,11 @@ def truths(jobs: Sequence[Job], eos: Sequence[int] = ()) -> dict[int, Truth]:
     return found
 
 
+def order(served: Served, kind: str) -> list[str]:
+    """Who the events of a kind are about, first to last."""
+    return [e.request_id or "" for e in served.of(kind)]
+
+
 EXECUTORS = {"definition": None, "device": jax_executor()}
 URGENT = 90
 R_5_TO_9 = [55, 4, 67, 48, 13, 73, 37, 88]
