@@ -126,7 +126,7 @@ def _decode_batch(
         table=table.at[mine].get(mode="fill", fill_value=p),
         kv_lens=jnp.where(live, length + 1, 0),
         cu_q_lens=each,
-        num_decode=jnp.array(rows, I32),
+        num_decode=rows,
         logit_index=each[:-1],
     )
 

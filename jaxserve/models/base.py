@@ -34,7 +34,9 @@ class Batch(NamedTuple):
     table: jax.Array  # i32[R, M] block behind each column; P = hole
     kv_lens: jax.Array  # i32[R] KV rows after this batch's writes; 0 = an idle row
     cu_q_lens: jax.Array  # i32[R + 1] where each row's tokens start
-    num_decode: jax.Array  # i32[] rows that hold exactly one token, idle ones included
+    # i32[] rows that hold exactly one token, idle ones included; an int where no launch
+    # of this shape can hold a chunk, so that the code for chunks is left out
+    num_decode: jax.Array | int
     logit_index: jax.Array  # i32[R] token whose next-token logits row r wants
 
 
