@@ -8,29 +8,45 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would only round to a one-hot.
 """
 
 
-def _require(ok: bool, field: str, value: object, rule: str) -> None:
-    if not ok:
-        raise ValueError(f"{field}={value!r} {rule}")
+_SEED_HINT = " and < 2**64, or None"
 
 
-def _integer(field: str, value: object, low: int, hint: str = "") -> None:
+def _integer(field: str, value: object, low: int, hint: str = "") -> int:
+    """The value as an int, or ValueError."""
     is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_int or int(value) < low:  # type: ignore[call-overload]
         raise ValueError(f"{field}={value!r} must be an integer >= {low}{hint}")
+    return int(value)  # type: ignore[call-overload]
 
 
-def _real(field: str, value: object, low: float, high: float, hint: str = "") -> None:
+def _real(field: str, value: object, low: float, high: float, hint: str = "") -> float:
+    """The value as a float, or ValueError; NaN is in no range."""
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_real or not low <= float(value) <= high:  # type: ignore[arg-type]
+    if not is_real or not low <= value <= high:  # type: ignore[operator]
         span = f"[{low:g}, {high:g}]"
         raise ValueError(f"{field}={value!r} must be a number in {span}{hint}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _flag(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{field}={value!r} must be True or False")
+
+
+def _several(field: str, value: object, what: str) -> tuple:
+    """A collection's items, none for None, or ValueError."""
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable) or isinstance(value, str):
+        raise ValueError(f"{field}={value!r} must be {what}, or None")
+    return tuple(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,42 +86,48 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _real("temperature", self.temperature, 0.0, 1e6, "; 0 is greedy")
-        _integer("top_k", self.top_k, -1, "; 0 or -1 keeps all tokens")
-        _real("top_p", self.top_p, 0.0, 1.0, "; 1 keeps all tokens")
-        _real("min_p", self.min_p, 0.0, 1.0, "; 0 keeps all tokens")
+        def put(field: str, value: object) -> None:
+            object.__setattr__(self, field, value)
+
+        greedy, keeps_all = "; 0 is greedy", "; 1 keeps all tokens"
+        put("temperature", _real("temperature", self.temperature, 0.0, 1e6, greedy))
+        put("top_k", _integer("top_k", self.top_k, -1, "; 0 or -1 keeps all tokens"))
+        put("top_p", _real("top_p", self.top_p, 0.0, 1.0, keeps_all))
+        put("min_p", _real("min_p", self.min_p, 0.0, 1.0, "; 0 keeps all tokens"))
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), " and < 2**64, or None")
-            _require(self.seed < 2**64, "seed", self.seed, "must be < 2**64, or None")
+            put("seed", _integer("seed", self.seed, -(2**63), _SEED_HINT))
+            if self.seed >= 2**64:
+                raise ValueError(f"seed={self.seed} must be an integer{_SEED_HINT}")
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, ", or None for no limit")
-        _integer("min_tokens", self.min_tokens, 0)
+            hint = ", or None for no limit"
+            put("max_tokens", _integer("max_tokens", self.max_tokens, 1, hint))
+        put("min_tokens", _integer("min_tokens", self.min_tokens, 0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={self.min_tokens} must not exceed "
                 f"max_tokens={self.max_tokens}; lower it or raise max_tokens"
             )
         if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, ", or None for none")
-        _require(
-            isinstance(self.ignore_eos, bool),
-            "ignore_eos",
-            self.ignore_eos,
-            "must be True or False",
+            hint = ", or None for none"
+            put("logprobs", _integer("logprobs", self.logprobs, 0, hint))
+        _flag("ignore_eos", self.ignore_eos)
+        text = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = _several("stop", text, "a non-empty string, or several")
+        for one in stop:
+            if not isinstance(one, str) or not one:
+                raise ValueError(f"stop={one!r} must be a non-empty string, or several")
+        ids = _several(
+            "stop_token_ids", self.stop_token_ids, "several, each an integer >= 0"
         )
-        for text in self.stop_strings:
-            ok = isinstance(text, str) and text != ""
-            _require(ok, "stop", text, "must be a non-empty string, or several")
-        for token in self.stop_ids:
-            _integer("stop_token_ids", token, 0)
+        ids = tuple(_integer("stop_token_ids", token, 0) for token in ids)
         # Hashable, and the caller's lists stay the caller's.
-        object.__setattr__(self, "stop", self.stop_strings or None)
-        object.__setattr__(self, "stop_token_ids", self.stop_ids or None)
+        put("stop", stop or None)
+        put("stop_token_ids", ids or None)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return tuple(self.stop or ())
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -222,31 +244,39 @@ class EngineConfig:
     max_logprobs: int = 20
 
     def __post_init__(self) -> None:
-        for field in ("max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps"):
-            _integer(field, getattr(self, field), 1)
-        _integer("max_model_len", self.max_model_len, 2, ": a prompt and an output")
-        _integer("block_size", self.block_size, 1)
+        lowest = {
+            "max_model_len": 2,
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": 1,
+            "block_size": 1,
+            "num_blocks": 1,
+            "cache_bytes": 1,
+            "num_scheduler_steps": 1,
+            "launches_in_flight": 1,
+            "max_chunk_tokens": 1,
+            "skip_limit": 0,
+            "seed": 0,
+            "max_logprobs": 0,
+        }
+        hints = {"max_model_len": ": a prompt and an output"}
+        hints |= dict.fromkeys(("num_blocks", "max_chunk_tokens"), ", or None")
+        for field, low in lowest.items():
+            value = getattr(self, field)
+            hint = hints.get(field, "")
+            if value is not None or not hint.endswith("None"):
+                object.__setattr__(self, field, _integer(field, value, low, hint))
+        _flag("enable_prefix_caching", self.enable_prefix_caching)
         if self.block_size & (self.block_size - 1):
             low = 1 << (self.block_size.bit_length() - 1)
             raise ValueError(
                 f"block_size={self.block_size} must be a power of two; "
                 f"nearest are {low} and {2 * low}"
             )
-        if self.num_blocks is not None:
-            _integer("num_blocks", self.num_blocks, 1, ", or None")
-        _integer("cache_bytes", self.cache_bytes, 1)
-        _integer("launches_in_flight", self.launches_in_flight, 1)
-        _require(
-            self.launches_in_flight <= 3,
-            "launches_in_flight",
-            self.launches_in_flight,
-            "must be 1, 2 or 3: more only delays what the host learns",
-        )
-        if self.max_chunk_tokens is not None:
-            _integer("max_chunk_tokens", self.max_chunk_tokens, 1, ", or None")
-        _integer("skip_limit", self.skip_limit, 0)
-        _integer("seed", self.seed, 0)
-        _integer("max_logprobs", self.max_logprobs, 0)
+        if self.launches_in_flight > 3:
+            raise ValueError(
+                f"launches_in_flight={self.launches_in_flight} must be 1, 2 or 3: more "
+                "only delays what the host learns"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at "
@@ -254,8 +284,12 @@ class EngineConfig:
                 "not all decode in one step; raise it or lower max_num_seqs"
             )
 
-    def shape(self, num_blocks: int) -> EngineShape:
-        """The static sizes of an engine with `num_blocks` blocks."""
+    def shape(self, num_blocks: int, num_eos: int = 0) -> EngineShape:
+        """The static sizes of an engine with `num_blocks` blocks.
+
+        Args:
+          num_eos: end-of-sequence ids of the model, beside 8 of a request's own.
+        """
         columns = -(-self.max_model_len // self.block_size)
         rows = _ladder(min(8, self.max_num_seqs), self.max_num_seqs, 4)
         budget = self.max_num_batched_tokens
@@ -269,7 +303,7 @@ class EngineConfig:
             max_edits=edits,
             num_handles=num_blocks + edits,
             max_logprobs=self.max_logprobs,
-            max_stop_ids=8,
+            max_stop_ids=8 + num_eos,
             row_buckets=rows,
             token_buckets=tuple(sorted({*rows, *_ladder(min(128, budget), budget, 4)})),
         )

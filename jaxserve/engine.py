@@ -64,7 +64,8 @@ class Engine:
         on_event: Callable[[Event], None] | None = None,
     ):
         self.config = config or EngineConfig()
-        self.shape = self.config.shape(num_blocks(model, self.config))
+        blocks = num_blocks(model, self.config)
+        self.shape = self.config.shape(blocks, len(model.eos_ids))
         self._model = model
         self._tokenizer = tokenizer
         self._on_event = on_event
@@ -272,6 +273,7 @@ class Engine:
         self._tell(
             live,
             "finished",
+            arrived=arrived,
             reason=reason,
             prompt_tokens=len(request.prompt),
             cached_tokens=request.num_cached_tokens or 0,
@@ -289,12 +291,16 @@ class Engine:
 
     # Reports --------------------------------------------------------------------------
 
-    def _tell(self, live: Live, kind: str, **data: Any) -> None:
+    def _tell(
+        self, live: Live, kind: str, *, arrived: bool = True, **data: Any
+    ) -> None:
+        """Emit an event of a request; the policy hears of those that have arrived."""
         request = live.request
         event = Event(
             kind, self.now(), request.request_id, {"index": request.index, **data}
         )
-        self._scheduler.note(event)
+        if arrived:
+            self._scheduler.note(event)
         live.note(event)
         if self._on_event:
             self._on_event(event)

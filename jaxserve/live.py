@@ -77,7 +77,7 @@ class Live:
         if self._detokenizer and not isinstance(self._stop_reason, str):
             self._text += self._detokenizer.finish()
 
-    def record_logprobs(self) -> None:
+    def _record_logprobs(self) -> None:
         """Report the log-probabilities of the output tokens not reported yet."""
         for at in range(len(self._logprobs), len(self.request.logprobs)):
             token, entry = self.request.output[at], self.request.logprobs[at]
@@ -100,7 +100,7 @@ class Live:
         request = self.request
         wanted = request.params.logprobs is not None
         if wanted:
-            self.record_logprobs()
+            self._record_logprobs()
         completion = CompletionOutput(
             index=0,
             text=self._text,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -95,19 +96,18 @@ def advance(metrics: RequestMetrics, event: Event) -> RequestMetrics:
 def by_request(events: Iterable[Event]) -> dict[str, RequestMetrics]:
     """Metrics of each request, by id; an id that comes again is `id#2`, `id#3`."""
     done: dict[str, RequestMetrics] = {}
-    name: dict[str, str] = {}
-    uses: dict[str, int] = {}
+    name: dict[int, str] = {}  # by submission index
+    uses: Counter[str] = Counter()
     for event in events:
-        request_id = event.request_id
-        if request_id is None:
+        if event.request_id is None:
             continue
-        if event.kind == "arrived":
-            uses[request_id] = uses.get(request_id, 0) + 1
-            n = uses[request_id]
-            name[request_id] = request_id if n == 1 else f"{request_id}#{n}"
-            done[name[request_id]] = RequestMetrics()
-        key = name[request_id]
-        done[key] = advance(done[key], event)
+        index = event.data["index"]
+        if index not in name:
+            uses[event.request_id] += 1
+            n = uses[event.request_id]
+            name[index] = event.request_id if n == 1 else f"{event.request_id}#{n}"
+            done[name[index]] = RequestMetrics()
+        done[name[index]] = advance(done[name[index]], event)
     return done
 
 
@@ -130,15 +130,17 @@ def mean(values: Sequence[float]) -> float | None:
 def summary(events: Sequence[Event]) -> dict[str, Any]:
     """Totals and distributions of a run; a measurement nobody made is None.
 
-    Throughput is over the span from the first arrival to the last end. The hit rate is
-    of prompt tokens at first admissions: resumed requests neither raise nor lower it.
+    Throughput is over the span from the first arrival to the last token or end. The hit
+    rate is of prompt tokens at first admissions: resumed requests neither raise nor
+    lower it. Aborted requests count, but their E2E latency is nobody's.
     """
     requests = list(by_request(events).values())
     launches = [e.data for e in events if e.kind == "launch"]
     ended = [r for r in requests if r.finished_s is not None]
-    starts = [r.arrival_s for r in ended if r.arrival_s is not None]
-    ends = [r.finished_s for r in ended if r.finished_s is not None]
-    span_s = max(ends) - min(starts) if starts else None
+    starts = [r.arrival_s for r in requests if r.arrival_s is not None]
+    ends = [r.finished_s for r in requests if r.finished_s is not None]
+    ends += [r.token_times_s[-1] for r in requests if r.token_times_s]
+    span_s = max(ends) - min(starts) if starts and ends else None
     admitted = [r for r in requests if r.admitted_s is not None]
     queries = sum(r.prompt_tokens for r in admitted)
     hits = sum(r.cached_tokens for r in admitted)
@@ -158,8 +160,10 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
         "compiles": sum(x["compiles"] for x in launches),
         "host_s_per_step": mean([x["host_s"] / max(x["steps"], 1) for x in launches]),
     }
+    whole = [r for r in requests if r.finish_reason != "abort"]
     for field in ("queue_s", "ttft_s", "tpot_s", "e2e_s"):
-        values = [v for r in requests if (v := getattr(r, field)) is not None]
+        measured = whole if field == "e2e_s" else requests
+        values = [v for r in measured if (v := getattr(r, field)) is not None]
         result |= _spread(field, values)
     return result | _spread("itl_s", [gap for r in requests for gap in r.itl_s])
 

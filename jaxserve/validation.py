@@ -24,6 +24,8 @@ def check_prompt(
             "token ids; encode text first, or use LLM.generate"
         )
     ids = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
+    if not isinstance(ids, list):
+        raise ValueError(f"prompt_token_ids={prompt!r} must have one axis, not none")
     if not ids:
         raise ValueError("prompt_token_ids=[] must hold at least one token")
     for i, token in enumerate(ids):
@@ -119,11 +121,7 @@ def check_terms(
     for name, value in (("arrival_time", arrival_time), ("deadline_s", deadline_s)):
         if value is None:
             continue
-        if (
-            not isinstance(value, numbers.Real)
-            or isinstance(value, bool)
-            or not math.isfinite(value)
-        ):
+        if not _is_finite(value):
             raise ValueError(f"{name}={value!r} must be a finite number of seconds")
     if not isinstance(priority, numbers.Integral) or isinstance(priority, bool):
         raise ValueError(f"priority={priority!r} must be an integer; lower goes first")
@@ -134,8 +132,23 @@ def check_terms(
         and all(isinstance(k, str) and isinstance(v, str) for k, v in tags.items())
     ):
         raise ValueError(f"tags={tags!r} must map strings to strings")
-    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+    if cache_salt is not None and not _is_text(cache_salt):
         raise ValueError(
-            f"cache_salt={cache_salt!r} must be a non-empty string, or None to share "
-            "cached blocks with every unsalted request"
+            f"cache_salt={cache_salt!r} must be a non-empty string of valid Unicode, "
+            "or None to share cached blocks with every unsalted request"
         )
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        return is_real and math.isfinite(value)  # type: ignore[arg-type]
+    except OverflowError:  # an integer past every float
+        return False
+
+
+def _is_text(value: object) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() != b""
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False

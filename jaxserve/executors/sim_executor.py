@@ -31,7 +31,8 @@ class _Ticket(NamedTuple):
 
 
 class SimExecutor:
-    """An executor in logical time.
+    """An executor in logical time. It knows no log-probabilities: requests that ask for
+    them get none.
 
     Args:
       shape: static sizes, as for a device.

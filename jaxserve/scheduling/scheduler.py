@@ -46,6 +46,7 @@ class Scheduler:
         self._ranking = Ranking(policy, self._view)
         self._books = Books()
         self._unread: Counter[int] = Counter()  # launches in flight by submission index
+        self._sampling: Counter[int] = Counter()  # tokens those may sample
         self._ended: list[Running] = []  # finished, slot not yet given back
         self._leaving: set[int] = set()  # slot given back, last output not yet read
         self._read = BlockCount(shape)  # exact, after the last launch read
@@ -116,7 +117,7 @@ class Scheduler:
             index=request.index,
             arrival_s=request.arrival_s,
             prompt_tokens=len(request.prompt),
-            output_tokens=len(request.output) + (running.sampling if running else 0),
+            output_tokens=len(request.output) + self._sampling[request.index],
             max_output_tokens=request.max_output_tokens,
             cached_tokens=request.num_cached_tokens,
             running=running is not None,
@@ -205,6 +206,7 @@ class Scheduler:
         rows.sort(key=lambda row: row.prompt_tokens > 0)  # stable: decode rows first
         for row in rows:
             self._unread[row.running.request.index] += 1
+            self._sampling[row.running.request.index] += row.steps
         return Launch(plan.build(self._config.seed), tuple(rows))
 
     # Reading --------------------------------------------------------------------------
@@ -228,8 +230,9 @@ class Scheduler:
         for i, row in enumerate(launch.rows):
             running, request, n = row.running, row.running.request, sampled[i]
             self._unread[request.index] -= 1
+            self._sampling[request.index] -= row.steps
             if not self._unread[request.index]:
-                del self._unread[request.index]
+                del self._unread[request.index], self._sampling[request.index]
             running.sampling -= row.steps
             running.pending -= row.new_rows
             running.rows += row.prompt_tokens
@@ -239,8 +242,9 @@ class Scheduler:
                 continue
             first = len(request.output)
             request.output += output.tokens[:n, i].tolist()
-            if n and request.params.logprobs is not None:
-                request.logprobs += _logprobs(output, i, n, request.params.logprobs)
+            width = request.params.logprobs
+            if width is not None and output.logprobs is not None:
+                request.logprobs += _logprobs(output, i, n, width)
             if not running.released:
                 self._residents.resize(running, running.rows + running.pending)
             observed.append(
