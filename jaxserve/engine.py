@@ -10,18 +10,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import heapq
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxserve import validation
+from jaxserve.accounts import Accounts
 from jaxserve.config import EngineConfig, EngineShape, SamplingParams
 from jaxserve.core import Event, Request, StepOutput
 from jaxserve.executors.base import Executor, Ticket
 from jaxserve.live import Live
-from jaxserve.models.base import Model, Params
+from jaxserve.models.base import Model, Params, num_blocks
 from jaxserve.models.detokenizer import Decodes
 from jaxserve.outputs import RequestOutput
 from jaxserve.scheduling.policies import Policy, fcfs
@@ -49,7 +49,8 @@ class Engine:
       policy: orders requests; default first come, first served.
       tokenizer: adds text and stop strings to the outputs.
       executor: makes what runs the plans; default JAX's default device.
-      on_event: called with every `core.Event`, in order.
+      on_event: called with every `core.Event`, in order, once the engine is whole
+        again: it may submit and abort requests.
     """
 
     def __init__(
@@ -75,13 +76,13 @@ class Engine:
         self._future: list[tuple[float, int, Live]] = []  # heap by arrival
         self._live: dict[str, Live] = {}  # by request id
         self._by_index: dict[int, Live] = {}
-        self._aborted: list[RequestOutput] = []  # to be returned by the next step
+        self._outputs: list[RequestOutput] = []  # to be returned by the next step
+        self._planned: tuple[Launch, float] | None = None  # not submitted yet
+        self._events: deque[Event] = deque()  # to be delivered
+        self._delivering = False
         self._submitted = 0
         self._broken: str | None = None
-        self._totals = dict.fromkeys(
-            ("launches", "steps", "padded_tokens", "prefill_tokens", "output_tokens"), 0
-        )
-        self._host_s = 0.0
+        self._accounts = Accounts()
         self._compiles_told = 0  # programs that launch events have reported
 
     # Requests -------------------------------------------------------------------------
@@ -117,7 +118,7 @@ class Engine:
         Raises:
           ValueError: the request cannot be served; nothing has changed.
         """
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(request_id, str) or not request_id:
             raise ValueError(f"request_id={request_id!r} must be a non-empty string")
         if request_id in self._live:
@@ -173,12 +174,13 @@ class Engine:
             self._future = waits
             heapq.heapify(self._future)
         self._finish(live, "abort", arrived=arrived)
-        self._aborted.append(live.output())
+        self._outputs.append(live.output())
+        self._deliver()
         return True
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to return."""
-        return bool(self._live or self._aborted)
+        return bool(self._live or self._outputs)
 
     def now(self) -> float:
         """Seconds on the engine's clock."""
@@ -193,14 +195,16 @@ class Engine:
         """
         if self._broken:
             raise RuntimeError(self._broken)
-        outputs, self._aborted = self._aborted, []
-        outputs += self._turn()
+        self._turn()
+        self._deliver()
         while not self._scheduler.has_requests and (
             self._flights or self._scheduler.has_chores
         ):
-            outputs += self._turn()  # nobody is left: read and give back everything
-        if not outputs and self._future and not self._scheduler.has_requests:
+            self._turn()  # nobody is left: read and give back everything
+            self._deliver()
+        if not self._outputs and self._future and not self._scheduler.has_requests:
             self.executor.sleep_until(self._future[0][0])
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def _arrive(self) -> None:
@@ -211,46 +215,54 @@ class Engine:
             prompt = len(live.request.prompt)
             self._tell(live, "arrived", arrival_s=arrival_s, prompt_tokens=prompt)
 
-    def _turn(self) -> list[RequestOutput]:
+    def _turn(self) -> None:
+        if self._planned is None:
+            with self._or_break(BaseException):
+                self._planned = self._plan()
+        if self._planned is not None:
+            launch, host_s = self._planned
+            submitted_s = self.now()
+            with self._or_break(Exception):  # an interrupt: submitted again
+                ticket = self.executor.submit(launch.plan, launch.who)
+            number = self._accounts.launches
+            self._accounts.launches += 1
+            flight = _Flight(launch, ticket, number, submitted_s, host_s)
+            self._flights.append(flight)
+        launch, self._planned = self._planned, None
+        depth = self.config.launches_in_flight
+        if self._flights and (launch is None or len(self._flights) >= depth):
+            self._read()
+        elif launch is None and self._scheduler.has_requests:
+            with self._or_break(Exception):
+                raise RuntimeError("no launch can be planned, but requests wait")
+
+    def _plan(self) -> tuple[Launch, float] | None:
         self._arrive()
         start = time.perf_counter()
         launch = self._scheduler.plan(self.now())
         for event in self._scheduler.take_events():
             self._emit(event)
-        host_s = time.perf_counter() - start
-        if launch:
-            submitted_s = self.now()
-            with self._or_break():
-                ticket = self.executor.submit(launch.plan, launch.who)
-            number = self._totals["launches"]
-            self._totals["launches"] += 1
-            flight = _Flight(launch, ticket, number, submitted_s, host_s)
-            self._flights.append(flight)
-        depth = self.config.launches_in_flight
-        if self._flights and (launch is None or len(self._flights) >= depth):
-            return self._read()
-        if launch is None and self._scheduler.has_requests:
-            with self._or_break():
-                raise RuntimeError("no launch can be planned, but requests wait")
-        return []
+        return (launch, time.perf_counter() - start) if launch else None
 
-    def _read(self) -> list[RequestOutput]:
-        flight = self._flights.popleft()
-        with self._or_break():
+    def _read(self) -> None:
+        flight = self._flights[0]
+        with self._or_break(Exception):  # an interrupt: read again
             output = self.executor.result(flight.ticket)
+        with self._or_break(BaseException):
+            self._flights.popleft()
             start = time.perf_counter()
             observed = self._scheduler.observe(flight.launch, output)
-        results = [self._absorb(seen) for seen in observed]
-        host_s = flight.host_s + time.perf_counter() - start
-        self._record(flight, output, observed, host_s)
-        return [result for result in results if result is not None]
+            results = [self._absorb(seen) for seen in observed]
+            host_s = flight.host_s + time.perf_counter() - start
+            self._record(flight, output, host_s)
+            self._outputs += [result for result in results if result is not None]
 
     def _absorb(self, seen: Observed) -> RequestOutput | None:
         live = self._by_index[seen.request.index]
         reason, cut = live.absorb(seen.first_output, seen.stopped)
         self._scheduler.counters.dropped_tokens += cut
         new = len(seen.request.output) - seen.first_output
-        self._totals["output_tokens"] += new
+        self._accounts.output_tokens += new
         self._tell(
             live,
             "progressed",
@@ -281,12 +293,14 @@ class Engine:
         )
 
     @contextlib.contextmanager
-    def _or_break(self) -> Iterator[None]:
+    def _or_break(self, kinds: type[BaseException]) -> Iterator[None]:
         """After an error here plans and device no longer agree: refuse to go on."""
         try:
             yield
-        except Exception as error:
-            self._broken = f"the engine has stopped: {error}"
+        except kinds as error:
+            self._broken = f"the engine has stopped: {error!r}"
+            if not isinstance(error, Exception):
+                raise
             raise RuntimeError(self._broken) from error
 
     # Reports --------------------------------------------------------------------------
@@ -303,65 +317,48 @@ class Engine:
             self._scheduler.note(event)
         live.note(event)
         if self._on_event:
-            self._on_event(event)
+            self._events.append(event)
 
     def _emit(self, event: Event) -> None:
         live = self._by_index.get(event.data["index"])
         if live:
             live.note(event)
         if self._on_event:
-            self._on_event(event)
+            self._events.append(event)
 
-    def _record(
-        self,
-        flight: _Flight,
-        output: StepOutput,
-        observed: Sequence[Observed],
-        host_s: float,
-    ) -> None:
-        plan, rows = flight.launch
-        ran = output.ran.sum(axis=1)
-        prefill = sum(row.prompt_tokens for row in rows)
-        decode = sum(not row.prompt_tokens for row in rows)
-        further = int((ran[1:] > 0).sum())
-        steps = further + (plan.tokens > 0)
-        sampled = int(ran.sum())
-        padded = plan.tokens - prefill - decode + further * plan.rows
-        padded -= int(ran[1:].sum())
-        self._totals["steps"] += steps
-        self._totals["padded_tokens"] += padded
-        self._totals["prefill_tokens"] += prefill
-        self._host_s += host_s
+    def _record(self, flight: _Flight, output: StepOutput, host_s: float) -> None:
+        work = self._accounts.record(flight.launch, output, host_s)
         if not self._on_event:
             return
+        compiles, self._compiles_told = self._compiles_told, self.executor.compiles
         data = {
             "launch": flight.number,
-            "row_bucket": plan.rows,
-            "token_bucket": plan.tokens,
-            "prefill_tokens": prefill,
-            "decode_rows": decode,
-            "decode_tokens": sampled,
-            "padded_tokens": padded,
-            "steps": steps,
-            "slots": [
-                [row.running.slot, row.prompt_tokens, n]
-                for row, n in zip(rows, output.ran.sum(axis=0).tolist(), strict=False)
-            ],
+            **work,
             "num_free": output.num_free,
             "live_handles": self._scheduler.cached_blocks,
             "idle_handles": self._scheduler.idle_cached_blocks,
             "waiting": self._scheduler.num_waiting,
             "running": self._scheduler.num_running,
-            "compiles": self.executor.compiles - self._compiles_told,
+            "compiles": self._compiles_told - compiles,
             "host_s": host_s,
             "submitted_s": flight.submitted_s,
         }
-        self._compiles_told = self.executor.compiles
-        self._on_event(Event("launch", self.now(), None, data))
+        self._events.append(Event("launch", self.now(), None, data))
+
+    def _deliver(self) -> None:
+        """Deliver events now that the engine is whole: a callback may call it."""
+        if self._delivering or not self._on_event:
+            return
+        self._delivering = True
+        try:
+            while self._events:
+                self._on_event(self._events.popleft())
+        finally:
+            self._delivering = False
 
     def stats(self) -> dict[str, int | float]:
         """Counters and gauges. Blocks are counted after every launch planned so far."""
-        scheduler, totals = self._scheduler, self._totals
+        scheduler = self._scheduler
         return {
             "num_blocks": self.shape.num_blocks,
             "free_blocks": scheduler.free_blocks,
@@ -371,9 +368,8 @@ class Engine:
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting + len(self._future),
             "compiles": self.executor.compiles,
-            "host_s": self._host_s,
             **dataclasses.asdict(scheduler.counters),
-            **totals,
+            **dataclasses.asdict(self._accounts),
         }
 
     def reset_prefix_cache(self) -> None:
@@ -384,37 +380,14 @@ class Engine:
         self._scheduler.reset_prefix_cache()
         while not self._scheduler.has_requests and self._scheduler.has_chores:
             self._turn()
+        self._deliver()
 
     def holds_nothing(self) -> bool:
         """Whether no map of the engine or the scheduler has an entry left."""
         mine = self._live or self._by_index or self._flights or self._future
-        return not (mine or self._aborted) and self._scheduler.holds_nothing()
-
-
-def num_blocks(model: Model, config: EngineConfig) -> int:
-    """The KV blocks of an engine: as configured, else what fits in cache_bytes.
-
-    Never more than max_num_seqs sequences of full length can use, nor less than one.
-    """
-    if config.num_blocks is not None:
-        return config.num_blocks
-    size = config.block_size
-    one, two = (model.page_shapes(n, size) for n in (1, 2))
-
-    def total(shapes: Mapping[str, Any]) -> int:
-        return sum(math.prod(s.shape) * s.dtype.itemsize for s in shapes.values())
-
-    a_block = total(two) - total(one)
-    a_sequence = -(-config.max_model_len // size)
-    fitting = config.cache_bytes // a_block
-    if fitting < a_sequence:
-        raise ValueError(
-            f"cache_bytes={config.cache_bytes} holds {fitting} blocks of {a_block} "
-            f"bytes, but one sequence of max_model_len={config.max_model_len} needs "
-            f"{a_sequence}; raise cache_bytes to {a_sequence * a_block} or lower "
-            "max_model_len"
-        )
-    return min(fitting, config.max_num_seqs * a_sequence)
+        told = self._outputs or self._events
+        idle = not (mine or told or self._planned)
+        return idle and self._scheduler.holds_nothing()
 
 
 def _jax_executor(model: Model, params: Params, shape: EngineShape) -> Executor:

@@ -136,8 +136,8 @@ class LLM:
         ids: list[str] = []
         try:
             for i, (prompt, params, level, who) in enumerate(columns):
-                ids.append(self._submit(i, prompt, params, level or 0, who))
-        except ValueError:
+                ids.append(self._submit(i, prompt, params, level, who))
+        except BaseException:  # an interrupt too: none of the call's prompts runs
             for request_id in ids:
                 self.engine.abort_request(request_id)
             self._run(ids, show=False)
@@ -158,6 +158,11 @@ class LLM:
         """
         if not messages:
             raise ValueError("messages=[] must hold at least one message")
+        if not isinstance(messages, Sequence):
+            raise ValueError(
+                f"messages of type {type(messages).__name__} must be a list of "
+                "messages, or of such lists; put a single message in a list"
+            )
         one = isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
         prompts = [
@@ -192,7 +197,7 @@ class LLM:
         position: int,
         prompt: Prompt,
         params: SamplingParams | None,
-        priority: int,
+        priority: int | None,
         user: str | None,
     ) -> str:
         text, token_ids, salt = self._parse(position, prompt)
@@ -202,7 +207,7 @@ class LLM:
                 request_id,
                 token_ids,
                 params,
-                priority=priority,
+                priority=0 if priority is None else priority,
                 user=user,
                 cache_salt=salt,
                 prompt=text,
@@ -221,12 +226,24 @@ class LLM:
             given = {"prompt", "prompt_token_ids"} & set(prompt)
             if unknown or len(given) != 1:
                 raise ValueError(
-                    f"prompt {position} has the keys {sorted(prompt)}; it must have "
+                    f"prompt {position} has the keys {list(prompt)}; it must have "
                     "either prompt or prompt_token_ids, and may have cache_salt"
                 )
-            salt = prompt.get("cache_salt")
-            prompt = cast(str | Sequence[int], prompt[given.pop()])
+            salt, kind = prompt.get("cache_salt"), given.pop()
+            prompt = cast(str | Sequence[int], prompt[kind])
+            if isinstance(prompt, str) != (kind == "prompt"):
+                raise ValueError(
+                    f"prompt {position} has {kind}={prompt!r}; prompt must be a text, "
+                    "and prompt_token_ids a list of token ids"
+                )
         if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"prompt {position} must be valid Unicode, but {error}; replace "
+                    "the lone surrogates"
+                ) from None
             return prompt, self.get_tokenizer().encode(prompt), salt
         return None, prompt, salt
 
@@ -262,7 +279,13 @@ def runs_bfloat16() -> bool:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping | np.ndarray):
         return [prompts]
-    if len(prompts) and not isinstance(prompts[0], str | Mapping | Sequence):
+    if not isinstance(prompts, Sequence):
+        raise ValueError(
+            f"prompts of type {type(prompts).__name__} must be a prompt or a list of "
+            "prompts; a prompt is a text, a list of token ids or a mapping"
+        )
+    kinds = str | Mapping | Sequence | np.ndarray
+    if len(prompts) and not isinstance(prompts[0], kinds):
         return [cast(Prompt, prompts)]  # one list of token ids
     return list(cast(Sequence[Prompt], prompts))
 

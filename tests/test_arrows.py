@@ -45,7 +45,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "safetensors",
         "tqdm",
     ),
-    "jaxserve.models.base": ("jax",),
+    "jaxserve.models.base": ("jax", "jaxserve.config"),
     "jaxserve.device.__init__": (),
     "jaxserve.device.block_pool": ("jax", "numpy"),
     "jaxserve.device.sampling": ("jax", "numpy"),
@@ -77,7 +77,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # The loop and what stands on it. The engine knows executors by their protocol, and
     # models by theirs; it names the JAX one only to make it where it is given none.
     "jaxserve.live": ("jaxserve.models.detokenizer", "jaxserve.outputs"),
+    "jaxserve.accounts": ("jaxserve.scheduling",),
     "jaxserve.engine": (
+        "jaxserve.accounts",
         "jaxserve.executors.base",
         "jaxserve.executors.jax_executor",
         "jaxserve.kv_tiers",

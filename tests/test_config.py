@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve import EngineConfig, SamplingParams
 from jaxserve.config import bucket
-from jaxserve.engine import num_blocks
+from jaxserve.models.base import num_blocks
 from jaxserve.models.hash_model import HashModel
 from tests.engine.harness import Served, config
 from tests.serving import direct

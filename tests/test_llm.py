@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams
@@ -159,3 +160,62 @@ def test_bad_options_are_named() -> None:
         LLM("nowhere", scheduling_policy="best")
     with pytest.raises(TypeError, match="max_num_seq"):
         LLM("nowhere", max_num_seq=3)
+
+
+ONE = SamplingParams(temperature=0.0, max_tokens=1)
+WRONG = [
+    {"prompt": "x", 3: 1},
+    {"prompt_token_ids": np.array(5)},
+    "\ud800",  # JSON can hold half of a surrogate pair
+]
+
+
+@pytest.mark.parametrize("prompt", WRONG, ids=["keys", "number", "half a character"])
+def test_a_prompt_of_any_kind_of_wrong_is_named_and_leaves_nothing(
+    llm: LLM, prompt: object
+) -> None:
+    try:
+        with pytest.raises(ValueError, match="prompt 1"):
+            llm.generate(["Hello", prompt], ONE, use_tqdm=False)  # type: ignore[list-item]
+        assert llm.engine.holds_nothing()
+    finally:  # the other tests share the engine
+        for name in list(llm.engine._live):
+            llm.engine.abort_request(name)
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step()
+
+
+def test_an_interrupt_while_prompts_are_read_leaves_none_behind(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = llm.get_tokenizer()
+    real = tokenizer.encode
+
+    def encode(text: str) -> list[int]:
+        if text == "stop here":
+            raise KeyboardInterrupt
+        return real(text)
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Hello", "stop here"], ONE, use_tqdm=False)
+    before = llm.stats()["output_tokens"]
+    llm.generate("Hi", ONE, use_tqdm=False)
+    assert llm.stats()["output_tokens"] == before + 1
+
+
+def test_arrays_are_prompts_in_a_list_as_alone(llm: LLM) -> None:
+    arrays = [np.array([1, 2]), np.array([3, 4, 5])]
+    outputs = llm.generate(arrays, ONE, use_tqdm=False)  # type: ignore[arg-type]
+    assert [o.prompt_token_ids for o in outputs] == [[1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("value", [None, 5, {"Hello"}, iter(["Hello"])])
+def test_prompts_that_are_none_are_refused_by_name(llm: LLM, value: object) -> None:
+    with pytest.raises(ValueError, match="prompts.*must"):
+        llm.generate(value, ONE, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_one_message_alone_is_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="messages.*must"):
+        llm.chat({"role": "user", "content": "Hi"}, ONE)  # type: ignore[arg-type]

@@ -61,7 +61,8 @@ class JaxExecutor:
         if self._clock:
             self._clock.sleep_until(t_s)
         else:
-            time.sleep(max(0.0, t_s - self.now()))
+            while (left_s := t_s - self.now()) > 0:
+                time.sleep(min(left_s, 60.0))  # the system's sleep has a limit
 
     @property
     def compiles(self) -> int:

@@ -70,6 +70,12 @@ class SimExecutor:
                 continue
             truth, start = self._truth[index], self._sampled.get(index, 0)
             new = truth.tokens[start : start + allowed]
+            if len(new) < allowed and not (truth.stops and truth.tokens):
+                raise ValueError(
+                    f"truth[{index}] has {len(truth.tokens)} tokens and stops=False, "
+                    f"but the request may sample {start + allowed}; give it more "
+                    "tokens, stops=True, or the request fewer max_tokens"
+                )
             tokens[: len(new), row] = new
             ran[: len(new), row] = True
             self._sampled[index] = start + len(new)

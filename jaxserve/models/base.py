@@ -9,9 +9,13 @@ P blocks, B tokens a block, V vocabulary.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
+
+from jaxserve.config import EngineConfig
 
 Params = Any
 """A pytree of arrays; always an argument of a jitted function, never closed over."""
@@ -64,3 +68,29 @@ class Model(Protocol):
     ) -> tuple[jax.Array, Pages]:
         """Write the batch's KV rows, attend, and return (f32[R, V] logits, pages)."""
         ...
+
+
+def num_blocks(model: Model, config: EngineConfig) -> int:
+    """The KV blocks of an engine: as configured, else what fits in cache_bytes.
+
+    Never more than max_num_seqs sequences of full length can use, nor less than one.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    size = config.block_size
+    one, two = (model.page_shapes(n, size) for n in (1, 2))
+
+    def total(shapes: Mapping[str, Any]) -> int:
+        return sum(math.prod(s.shape) * s.dtype.itemsize for s in shapes.values())
+
+    a_block = total(two) - total(one)
+    a_sequence = -(-config.max_model_len // size)
+    fitting = config.cache_bytes // a_block
+    if fitting < a_sequence:
+        raise ValueError(
+            f"cache_bytes={config.cache_bytes} holds {fitting} blocks of {a_block} "
+            f"bytes, but one sequence of max_model_len={config.max_model_len} needs "
+            f"{a_sequence}; raise cache_bytes to {a_sequence * a_block} or lower "
+            "max_model_len"
+        )
+    return min(fitting, config.max_num_seqs * a_sequence)

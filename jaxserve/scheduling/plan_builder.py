@@ -102,7 +102,8 @@ def _admit_row(
         "top_k": min(params.top_k, 2**31 - 1),
         "top_p": _bits(params.top_p),
         "min_p": _bits(params.min_p),
-        "stop_from": len(request.prompt) + params.min_tokens,
+        "stop_from": len(request.prompt)
+        + min(params.min_tokens, request.max_output_tokens),
         "wants_logprobs": params.logprobs is not None,
     }
     stops = list(request.stop_ids)

@@ -1,0 +1,61 @@
+"""What launches added up to: steps, tokens, padding and the host's time.
+
+Owns the totals that `Engine.stats` and launch events report. Never sees a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxserve.core import StepOutput
+from jaxserve.scheduling.running import Launch
+
+
+@dataclasses.dataclass
+class Accounts:
+    """Totals since the engine was made.
+
+    Attributes:
+      launches: submitted. steps: run. padded_tokens: positions computed for nobody.
+      prefill_tokens: prompt tokens computed, again after a preemption included.
+      output_tokens: tokens kept. host_s: seconds spent planning and observing.
+    """
+
+    launches: int = 0
+    steps: int = 0
+    padded_tokens: int = 0
+    prefill_tokens: int = 0
+    output_tokens: int = 0
+    host_s: float = 0.0
+
+    def record(
+        self, launch: Launch, output: StepOutput, host_s: float
+    ) -> dict[str, Any]:
+        """Add a launch that was read; what it did, in the terms of its event."""
+        plan, rows = launch
+        ran = output.ran.sum(axis=1)  # rows that ran in each step
+        further = int((ran[1:] > 0).sum())
+        prefill = sum(row.prompt_tokens for row in rows)
+        decode = sum(not row.prompt_tokens for row in rows)
+        padded = plan.tokens - prefill - decode
+        padded += further * plan.rows - int(ran[1:].sum())
+        steps = further + (plan.tokens > 0)
+        self.steps += steps
+        self.padded_tokens += padded
+        self.prefill_tokens += prefill
+        self.host_s += host_s
+        sampled = output.ran.sum(axis=0).tolist()  # by row
+        return {
+            "row_bucket": plan.rows,
+            "token_bucket": plan.tokens,
+            "prefill_tokens": prefill,
+            "decode_rows": decode,
+            "decode_tokens": int(ran.sum()),
+            "padded_tokens": padded,
+            "steps": steps,
+            "slots": [
+                [row.running.slot, row.prompt_tokens, n]
+                for row, n in zip(rows, sampled, strict=False)
+            ],
+        }
