@@ -157,9 +157,18 @@ def test_nothing_to_do_and_nothing_to_say(llm: LLM) -> None:
 
 def test_bad_options_are_named() -> None:
     with pytest.raises(ValueError, match="scheduling_policy='best' is unknown.*fcfs"):
-        LLM("nowhere", scheduling_policy="best")
+        LLM("nowhere", dtype="float32", scheduling_policy="best")
     with pytest.raises(TypeError, match="max_num_seq"):
-        LLM("nowhere", max_num_seq=3)
+        LLM("nowhere", dtype="float32", max_num_seq=3)
+
+
+def test_slow_bfloat16_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.llm.runs_bfloat16", lambda: False)
+    with (
+        pytest.warns(UserWarning, match="pass dtype='float32'"),
+        pytest.raises(ValueError, match="scheduling_policy"),
+    ):
+        LLM("nowhere", scheduling_policy="best")
 
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1)
