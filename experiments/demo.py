@@ -17,6 +17,7 @@ from experiments import common, timeline
 from jaxserve import LLM, RequestOutput, SamplingParams, metrics
 from jaxserve.core import Event
 
+flags.adopt_module_key_flags(common)  # so that --helpshort lists them
 _PROMPTS = flags.DEFINE_string(
     "prompts",
     str(Path(__file__).with_name("demo_prompts.jsonl")),
@@ -24,7 +25,7 @@ _PROMPTS = flags.DEFINE_string(
 )
 _RATE = flags.DEFINE_float("rate", 4.0, "Requests a second.", lower_bound=1e-3)
 _OUT = flags.DEFINE_string("out", "demo", "Folder for the picture and the events.")
-_SHOW = flags.DEFINE_integer("show", 6, "Answers to print.")
+_SHOW = flags.DEFINE_integer("show", 6, "Answers to print.", lower_bound=1)
 
 
 def submit(llm: LLM, prompts: list[dict]) -> None:

@@ -26,6 +26,7 @@ from absl import app, flags
 from experiments import bench_workloads, common
 from jaxserve import LLM, SamplingParams, metrics
 
+flags.adopt_module_key_flags(common)  # so that --helpshort lists them
 _WORKLOADS = flags.DEFINE_list("workloads", ["P1", "P2", "P3", "P4"], "Of P1 to P4.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Interleaved rounds.", lower_bound=1)
 _PEERS = flags.DEFINE_multi_string(

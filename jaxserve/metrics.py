@@ -19,7 +19,10 @@ class RequestMetrics:
     """Times of one request, in seconds on the engine's clock, and its token counts.
 
     Attributes:
-      arrival_s, admitted_s, first_token_s, last_token_s, finished_s: None until then.
+      arrival_s, admitted_s, finished_s: None until then. admitted_s is the first time.
+      finish_reason: "stop", "length" or "abort"; None while it runs.
+      prompt_tokens, cached_tokens: of the prompt, and those found at first admission.
+      preemptions: how often it lost its slot.
       token_times_s: when each output token was read; tokens of a launch share a time.
     """
 
