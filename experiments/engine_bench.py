@@ -1,8 +1,9 @@
 """How fast the engine serves four workloads, against baselines in the same run.
 
-Rounds are interleaved: each serves every workload on every system once, so that all
-systems meet the same disturbances of the machine. Prints a JSON line a run and a table
-with the median, the best and the ratio to jaxserve round by round.
+Loads and warms up first, and prints how long that took. Rounds are interleaved: each
+serves every workload on every system once, so that all systems meet the same
+disturbances of the machine. Prints a JSON line a run and a table with the median, the
+best and the ratio to jaxserve round by round.
 
 A peer is a command that serves a workload once and prints, as its last line, a JSON
 object with `out_tps`:
@@ -65,8 +66,13 @@ def serve(llm: LLM, name: str) -> dict[str, Any]:
         "prefix_hits_tokens": spent["prefix_hits_tokens"],
         "padded_tokens": spent["padded_tokens"],
         "compiles": spent["compiles"],
-        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        **_memory(),
     }
+
+
+def _memory() -> dict[str, int]:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {"peak_rss_mb": usage.ru_maxrss // 1024}
 
 
 def peer(command: str) -> Run:
@@ -88,7 +94,11 @@ def peer(command: str) -> Run:
 
 def systems() -> dict[str, Run]:
     """What to run, by name, jaxserve first."""
+    start_s = time.perf_counter()
     llm = common.make_llm()
+    ready_s = time.perf_counter() - start_s
+    started = {"system": "jaxserve", "ready_s": ready_s, **_memory()}
+    print(json.dumps(common.rounded(started)), flush=True)
     found: dict[str, Run] = {"jaxserve": lambda name: serve(llm, name)}
     if _NO_CACHE.value:
         plain = common.make_llm(enable_prefix_caching=False)

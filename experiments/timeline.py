@@ -7,17 +7,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from jaxserve.core import Event
 
 PREFILL, DECODE, IDLE, PREEMPTED = "#d95f02", "#1b6ca8", "#eeeeee", "#c2185b"
 CACHED = "#9fc5e0"
+PIXELS = 1400  # about the width of the picture
+
+
+class Bar(NamedTuple):
+    """What one slot did without a pause."""
+
+    slot: int
+    color: str
+    start_s: float
+    end_s: float
+
+
+def bars(launches: Sequence[Event], least_gap_s: float) -> list[Bar]:
+    """The slots' work as bars; what goes on after less than least_gap_s is one bar.
+
+    Bars of single launches would leave a stripe of background between any two.
+    """
+    done: list[Bar] = []
+    last: dict[int, Bar] = {}  # by slot
+    for event in launches:
+        start_s, end_s = event.data["submitted_s"], event.time_s
+        for slot, prompt_tokens, _ in event.data["slots"]:
+            color = PREFILL if prompt_tokens else DECODE
+            bar = last.get(slot)
+            if bar and bar.color == color and start_s - bar.end_s < least_gap_s:
+                last[slot] = bar._replace(end_s=end_s)
+            else:
+                if bar:
+                    done.append(bar)
+                last[slot] = Bar(slot, color, start_s, end_s)
+    return done + list(last.values())
 
 
 def draw(events: Sequence[Event], num_blocks: int, slots: int, path: Path) -> None:
@@ -27,22 +60,20 @@ def draw(events: Sequence[Event], num_blocks: int, slots: int, path: Path) -> No
       events: of the run, in order. num_blocks, slots: of the engine.
     """
     launches = [e for e in events if e.kind == "launch" and e.data["token_bucket"]]
-    spans: dict[str, list[tuple[int, float, float]]] = {PREFILL: [], DECODE: []}
-    for event in launches:
-        start, end = event.data["submitted_s"], event.time_s
-        for slot, prompt_tokens, _ in event.data["slots"]:
-            color = PREFILL if prompt_tokens else DECODE
-            spans[color].append((slot, start, end - start))
     begin = launches[0].data["submitted_s"]
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(11, 5.5), sharex=True, height_ratios=[2, 1], layout="constrained"
     )
     end = launches[-1].time_s
     top.barh(range(slots), end - begin, 0.8, color=IDLE)
-    for color, bars in spans.items():
-        rows, starts, widths = zip(*bars, strict=True) if bars else ((), (), ())
-        lefts = [start - begin for start in starts]
-        top.barh(rows, widths, 0.8, left=lefts, color=color)
+    for bar in bars(launches, least_gap_s=(end - begin) / PIXELS):
+        top.barh(
+            bar.slot,
+            bar.end_s - bar.start_s,
+            0.8,
+            left=bar.start_s - begin,
+            color=bar.color,
+        )
     lost = [e for e in events if e.kind == "preempted"]
     top.scatter(
         [e.time_s - begin for e in lost],
@@ -53,7 +84,8 @@ def draw(events: Sequence[Event], num_blocks: int, slots: int, path: Path) -> No
     )
     labels = {PREFILL: "prefill", DECODE: "decode", IDLE: "idle"}
     handles = [Patch(color=color, label=name) for color, name in labels.items()]
-    handles.append(Patch(color=PREEMPTED, label=f"preempted ({len(lost)})"))
+    label = f"preempted ({len(lost)})"
+    handles.append(Line2D([], [], color=PREEMPTED, marker="x", ls="", label=label))
     top.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
     top.set(ylabel="slot", yticks=range(slots), ylim=(-0.6, slots - 0.4))
     times = [e.time_s - begin for e in launches]
@@ -70,7 +102,7 @@ def draw(events: Sequence[Event], num_blocks: int, slots: int, path: Path) -> No
     bottom.axhline(num_blocks, color="black", linewidth=0.8, linestyle=":")
     bottom.set(xlabel="seconds", ylabel="KV blocks", xlim=(0, end - begin))
     bottom.set_ylim(0, num_blocks * 1.08)
-    bottom.legend(loc="lower right")
+    bottom.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -17,12 +17,8 @@ FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    try:
-        path = smollm2_path()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
     return LLM(
-        path,
+        smollm2_path(),
         dtype="float32",
         max_model_len=256,
         max_num_seqs=8,

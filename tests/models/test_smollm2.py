@@ -10,7 +10,6 @@ import json
 import pathlib
 
 import numpy as np
-import pytest
 
 from jaxserve.models import load, smollm2_path
 from tests.models.paged import PagedRun
@@ -22,11 +21,7 @@ MARGIN = 1e-3
 
 @functools.cache
 def loaded(dtype: str):
-    try:
-        path = smollm2_path()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    return load(path, dtype)
+    return load(smollm2_path(), dtype)
 
 
 @functools.cache
