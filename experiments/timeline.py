@@ -13,6 +13,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
@@ -83,7 +84,7 @@ def draw(events: Sequence[Event], num_blocks: int, slots: int, path: Path) -> No
         zorder=3,
     )
     labels = {PREFILL: "prefill", DECODE: "decode", IDLE: "idle"}
-    handles = [Patch(color=color, label=name) for color, name in labels.items()]
+    handles: list[Artist] = [Patch(color=c, label=name) for c, name in labels.items()]
     label = f"preempted ({len(lost)})"
     handles.append(Line2D([], [], color=PREEMPTED, marker="x", ls="", label=label))
     top.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
