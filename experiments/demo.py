@@ -103,5 +103,5 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.set_default(common.MAX_NUM_SEQS, 8)
-    flags.set_default(common.NUM_BLOCKS, 72)
+    flags.set_default(common.NUM_BLOCKS, 68)
     app.run(main)
