@@ -1,7 +1,8 @@
-"""Serve a Poisson stream of real prompts on a real small model, and show what happened.
+"""Serve a Poisson stream of real prompts on a real small model, and show what happened;
+then serve a burst under three policies, and compare them.
 
-Writes demo/timeline.png (what each slot did, and the KV blocks in use) and
-demo/events.jsonl (every event, documented in jaxserve/core.py).
+Writes demo/timeline.png (what each slot did, and the KV blocks in use),
+demo/policies.png, and demo/events.jsonl (every event, documented in jaxserve/core.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
-from experiments import common, timeline
+from experiments import common, live_runs, small_table, timeline
 from jaxserve import LLM, RequestOutput, SamplingParams, metrics
 from jaxserve.core import Event
 
@@ -98,7 +99,10 @@ def main(argv: list[str]) -> None:
     common.write_json_lines(out / "events.jsonl", [event.json() for event in events])
     shape = llm.engine.shape
     timeline.draw(events, shape.num_blocks, shape.max_slots, out / "timeline.png")
-    print(f"\nwrote {out / 'timeline.png'} and {out / 'events.jsonl'}")
+    loaded = live_runs.Loaded(llm.engine.model, llm.engine.params)
+    picture = out / "policies.png"
+    print("\n" + small_table.small_table(loaded, llm.engine.config, picture))
+    print(f"\nwrote {out / 'timeline.png'}, {picture} and {out / 'events.jsonl'}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxserve.engine import Engine as Engine
     from jaxserve.llm import LLM as LLM
     from jaxserve.outputs import RequestOutput as RequestOutput
+    from jaxserve.simulation import simulate as simulate
 
 _HOME = {
     "LLM": "jaxserve.llm",
@@ -22,9 +23,17 @@ _HOME = {
     "EngineConfig": "jaxserve.config",
     "SamplingParams": "jaxserve.config",
     "RequestOutput": "jaxserve.outputs",
+    "simulate": "jaxserve.simulation",
 }
 
-__all__ = ["LLM", "Engine", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "Engine",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "simulate",
+]
 
 
 def __getattr__(name: str) -> Any:

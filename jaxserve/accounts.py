@@ -6,10 +6,12 @@ Owns the totals that `Engine.stats` and launch events report. Never sees a block
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxserve.config import EngineShape
 from jaxserve.core import StepOutput
-from jaxserve.scheduling.running import Launch
+from jaxserve.scheduling.running import Launch, Row
 
 
 @dataclasses.dataclass
@@ -29,6 +31,13 @@ class Accounts:
     output_tokens: int = 0
     host_s: float = 0.0
 
+    def repeat(self, work: Mapping[str, Any], launches: int, host_s: float) -> None:
+        """Add equal launches of decodes, `work` and host_s each."""
+        self.launches += launches
+        self.steps += launches * work["steps"]
+        self.padded_tokens += launches * work["padded_tokens"]
+        self.host_s += launches * host_s
+
     def record(
         self, launch: Launch, output: StepOutput, host_s: float
     ) -> dict[str, Any]:
@@ -37,7 +46,8 @@ class Accounts:
         ran = output.ran.sum(axis=1)  # rows that ran in each step
         further = int((ran[1:] > 0).sum())
         prefill = sum(row.prompt_tokens for row in rows)
-        decode = sum(not row.prompt_tokens for row in rows)
+        # A row of no tokens at all is a finished request of a static batch: padding.
+        decode = sum(not row.prompt_tokens and row.steps > 0 for row in rows)
         padded = plan.tokens - prefill - decode
         padded += further * plan.rows - int(ran[1:].sum())
         steps = further + (plan.tokens > 0)
@@ -59,3 +69,20 @@ class Accounts:
                 for row, n in zip(rows, sampled, strict=False)
             ],
         }
+
+
+def decode_work(shape: EngineShape, rows: Sequence[Row]) -> dict[str, Any]:
+    """What a launch of decode rows does that all run as they may, as in `record`."""
+    row_bucket, token_bucket = shape.launch_shape(len(rows), len(rows))
+    active, steps = sum(row.steps > 0 for row in rows), shape.decode_steps
+    padded = token_bucket - active + (steps - 1) * (row_bucket - active)
+    return {
+        "row_bucket": row_bucket,
+        "token_bucket": token_bucket,
+        "prefill_tokens": 0,
+        "decode_rows": active,
+        "decode_tokens": active * steps,
+        "padded_tokens": padded,
+        "steps": steps,
+        "slots": [[row.running.slot, 0, row.steps] for row in rows],
+    }

@@ -19,6 +19,7 @@ class BlockCount:
 
     def __init__(self, shape: EngineShape):
         self._shape = shape
+        self._size = shape.block_size
         self.length = [0] * shape.max_slots  # KV rows of each slot
         self.named = [0] * shape.max_slots  # its columns that a handle backs
         self.live = 0  # handles that hold a block
@@ -35,8 +36,8 @@ class BlockCount:
 
     def resize(self, slot: int, length: int) -> None:
         """Set the KV rows of a slot."""
-        blocks = self._shape.blocks
-        self._private += blocks(length) - blocks(self.length[slot])
+        size = self._size
+        self._private += -(-length // size) + -self.length[slot] // size
         self.length[slot] = length
 
     def name(self, slot: int) -> None:
@@ -74,28 +75,29 @@ class BlockCount:
     def replay(self, plan: StepPlan, ran: np.ndarray) -> int:
         """Apply a plan that ran `ran` bool[N, R]; return the free blocks after it."""
         s, h = self._shape.max_slots, self._shape.num_handles
-        for slot, _, handle in plan.seal.tolist():
-            if handle >= h:
-                break
+        for slot, _, _ in _listed(plan.seal, plan.seal[:, 2], h):
             self.name(slot)
-        for slot in plan.release.tolist():
-            if slot >= s:
-                break
+        for slot in _listed(plan.release, plan.release, s):
             self.release(slot)
-        self.retire(int((plan.retire < h).sum()))
-        for slot, column, handle in plan.adopt.tolist():
-            if handle >= h:
-                break
+        self.retire(len(_listed(plan.retire, plan.retire, h)))
+        for slot, column, _ in _listed(plan.adopt, plan.adopt[:, 2], h):
             self.adopt(slot, column + 1)
         sampled = ran.sum(axis=0).tolist()
-        for (slot, _), end, n in zip(
-            plan.decode.tolist(), plan.chunk_end.tolist(), sampled, strict=True
-        ):
-            if slot >= s:
-                break
+        rows = zip(
+            _listed(plan.decode, plan.decode[:, 0], s),
+            plan.chunk_end.tolist(),
+            sampled,
+            strict=False,
+        )
+        for (slot, _), end, n in rows:
             self.resize(slot, end + max(n - 1, 0) if end else self.length[slot] + n)
-        for slot, _, handle in plan.publish.tolist():
-            if handle >= h:
-                break
+        for slot, _, _ in _listed(plan.publish, plan.publish[:, 2], h):
             self.name(slot)
         return self.free
+
+
+def _listed(entries: np.ndarray, names: np.ndarray, padding: int) -> list:
+    """The entries of a plan's axis that are not padding; those come first."""
+    if names[0] >= padding:
+        return []
+    return entries[: int(np.count_nonzero(names < padding))].tolist()

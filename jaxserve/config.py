@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would only round to a one-hot.
@@ -33,6 +34,11 @@ def _real(field: str, value: object, low: float, high: float, hint: str = "") ->
         span = f"[{low:g}, {high:g}]"
         raise ValueError(f"{field}={value!r} must be a number in {span}{hint}")
     return float(value)  # type: ignore[arg-type]
+
+
+def _one_of(field: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{field}={value!r} must be one of {list(known)}")
 
 
 def _flag(field: str, value: object) -> None:
@@ -69,6 +75,8 @@ class SamplingParams:
       stop: text(s) that end the output; the match is cut off.
       stop_token_ids: token ids that end the output, also under ignore_eos.
       ignore_eos: the model's own end-of-sequence ids do not stop this request.
+      output_kind: "cumulative" tells of every new token, with all before it;
+        "final_only" tells of the whole output once it has ended.
       logprobs: how many of the likeliest tokens to report for each output token
         (natural log of the unscaled distribution); 0 reports the chosen one alone.
     """
@@ -83,6 +91,7 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
+    output_kind: Literal["cumulative", "final_only"] = "cumulative"
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -111,6 +120,7 @@ class SamplingParams:
             hint = ", or None for none"
             put("logprobs", _integer("logprobs", self.logprobs, 0, hint))
         _flag("ignore_eos", self.ignore_eos)
+        _one_of("output_kind", self.output_kind, ("cumulative", "final_only"))
         text = (self.stop,) if isinstance(self.stop, str) else self.stop
         stop = _several("stop", text, "a non-empty string, or several")
         for one in stop:
@@ -224,6 +234,14 @@ class EngineConfig:
       launches_in_flight: launches submitted before the oldest is read; 1 is
         synchronous.
       max_chunk_tokens: most prompt tokens of one request in a step; None is no cap.
+      batching: "continuous" lets requests join and leave at every launch (Orca, Yu et
+        al. 2022). "static" is the baseline: a batch starts when the engine is idle,
+        admits only what fits to its end, computes all prompts first, takes nobody in,
+        and gives answers and slots back when its longest request ends.
+      prefill: who shares a step under continuous batching. "chunked": prompts and
+        decodes, in rank order within the token budget. "decode_first": decodes first,
+        prompts in what budget they leave (Sarathi-Serve, Agrawal et al. 2024).
+        "prefill_first": prompts alone as long as any can be computed; decodes stall.
       skip_limit: how often requests may pass one that waits for memory.
       seed: of the random streams of unseeded requests.
       max_logprobs: the largest `SamplingParams.logprobs` accepted.
@@ -239,6 +257,8 @@ class EngineConfig:
     num_scheduler_steps: int = 1
     launches_in_flight: int = 1
     max_chunk_tokens: int | None = None
+    batching: Literal["continuous", "static"] = "continuous"
+    prefill: Literal["chunked", "prefill_first", "decode_first"] = "chunked"
     skip_limit: int = 0
     seed: int = 0
     max_logprobs: int = 20
@@ -266,6 +286,13 @@ class EngineConfig:
             if value is not None or not hint.endswith("None"):
                 object.__setattr__(self, field, _integer(field, value, low, hint))
         _flag("enable_prefix_caching", self.enable_prefix_caching)
+        _one_of("batching", self.batching, ("continuous", "static"))
+        _one_of("prefill", self.prefill, ("chunked", "prefill_first", "decode_first"))
+        if self.batching == "static" and self.prefill != "chunked":
+            raise ValueError(
+                f"prefill={self.prefill!r} must be 'chunked' with batching='static', "
+                "which computes all prompts of a batch before it decodes"
+            )
         if self.block_size & (self.block_size - 1):
             low = 1 << (self.block_size.bit_length() - 1)
             raise ValueError(

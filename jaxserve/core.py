@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,6 +104,11 @@ def plan_sizes(
 
 def empty_plan(shape: EngineShape, rows: int, tokens: int) -> StepPlan:
     """A plan of padding alone, of launch shape (R, T); freshly allocated."""
+    return StepPlan(*(field.copy() for field in _padding(shape, rows, tokens)))
+
+
+@lru_cache(maxsize=256)
+def _padding(shape: EngineShape, rows: int, tokens: int) -> StepPlan:
     s, m, h = shape.max_slots, shape.max_blocks_per_slot, shape.num_handles
     edit, fill = (s, m, h), {"chunk": (s, 0, 0), "decode": (s, 0), "chunk_end": 0}
     fill |= {"seal": edit, "adopt": edit, "publish": edit, "retire": h}
@@ -150,18 +156,28 @@ class Event(NamedTuple):
 
 EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     # Events of a request also carry "index", its submission index: ids may come again.
-    # The request was accepted. arrival_s: when it arrived, by the caller's word.
-    "arrived": ("arrival_s", "prompt_tokens"),
+    # A plan sees the request for the first time; arrival_s: when it arrived, by the
+    # caller's word.
+    "arrived": ("arrival_s", "prompt_tokens", "priority", "user", "deadline_s"),
     # It got a slot. cached_tokens: KV rows found in the prefix cache by this admission;
     # context_tokens: what it must hold before sampling; first: not a resumption.
     "admitted": ("slot", "cached_tokens", "context_tokens", "first"),
     # A launch that was read computed prompt_tokens of its prompt and sampled
-    # output_tokens (kept) of its output, on `slot`.
+    # output_tokens (kept) of its output, on `slot`. Under static batching the output
+    # is told all at once, when its batch ends.
     "progressed": ("slot", "prompt_tokens", "output_tokens"),
     # It lost its slot; mode "recompute". lost_tokens: KV rows given up, cached or not.
     "preempted": ("slot", "mode", "lost_tokens"),
     # It ended: reason "stop" | "length" | "abort". The totals are the user's.
-    "finished": ("reason", "prompt_tokens", "cached_tokens", "output_tokens"),
+    # finish_delay_s: how long ago its last token was sampled, taking the steps of a
+    # launch as equally long: the wait for the rest of the launch, or of a static batch.
+    "finished": (
+        "reason",
+        "prompt_tokens",
+        "cached_tokens",
+        "output_tokens",
+        "finish_delay_s",
+    ),
     # A launch was read. token_bucket and row_bucket are the compiled T and R;
     # prefill_tokens, decode_rows: what the mixed step held; decode_tokens: tokens
     # sampled; padded_tokens: positions computed for nobody; slots: [slot, prompt
@@ -214,6 +230,7 @@ class Request:
       arrival_s: when it arrived, on the engine's clock.
       priority, user, deadline_s, tags: what policies may rank by. Lower priority first.
       cache_salt: requests of different salt share no cached block.
+      text: the prompt's, where the caller gave one; policies may read it.
       output: observed output tokens.
       num_cached_tokens: prompt tokens found in the cache at first admission.
       preemptions: how often it lost its slot.
@@ -238,6 +255,7 @@ class Request:
         "skipped",
         "stop_ids",
         "tags",
+        "text",
         "user",
     )
 
@@ -256,6 +274,7 @@ class Request:
         deadline_s: float | None = None,
         tags: Mapping[str, str] | None = None,
         cache_salt: str | None = None,
+        text: str | None = None,
     ):
         self.request_id = request_id
         self.index = index
@@ -269,6 +288,7 @@ class Request:
         self.deadline_s = deadline_s
         self.tags = dict(tags or {})
         self.cache_salt = cache_salt
+        self.text = text
         self.output: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.num_cached_tokens: int | None = None

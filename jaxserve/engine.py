@@ -13,19 +13,22 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+
+import numpy as np
 
 from jaxserve import validation
-from jaxserve.accounts import Accounts
 from jaxserve.config import EngineConfig, EngineShape, SamplingParams
 from jaxserve.core import Event, Request, StepOutput
-from jaxserve.executors.base import Executor, Ticket
+from jaxserve.executors.base import Executor, Leap, Simulation, Ticket
+from jaxserve.leaps import tell_leap
 from jaxserve.live import Live
 from jaxserve.models.base import Model, Params, num_blocks
 from jaxserve.models.detokenizer import Decodes
 from jaxserve.outputs import RequestOutput
-from jaxserve.scheduling.policies import Policy, fcfs
-from jaxserve.scheduling.running import Launch
+from jaxserve.reports import Reports
+from jaxserve.scheduling.policies import Policy, check_is_policy, fcfs
+from jaxserve.scheduling.running import Launch, Row, Running, progressed
 from jaxserve.scheduling.scheduler import Observed, Scheduler
 
 MakeExecutor = Callable[[Model, Params, EngineShape], Executor]
@@ -67,10 +70,12 @@ class Engine:
         self.config = config or EngineConfig()
         blocks = num_blocks(model, self.config)
         self.shape = self.config.shape(blocks, len(model.eos_ids))
-        self._model = model
+        if policy is not None:
+            check_is_policy("policy", policy)
+        self.model, self.params = model, params
         self._tokenizer = tokenizer
-        self._on_event = on_event
         self.executor = (executor or _jax_executor)(model, params, self.shape)
+        self._simulation = self._jumping(self.executor)
         self._scheduler = Scheduler(self.config, self.shape, policy or fcfs())
         self._flights: deque[_Flight] = deque()
         self._future: list[tuple[float, int, Live]] = []  # heap by arrival
@@ -78,19 +83,18 @@ class Engine:
         self._by_index: dict[int, Live] = {}
         self._outputs: list[RequestOutput] = []  # to be returned by the next step
         self._planned: tuple[Launch, float] | None = None  # not submitted yet
-        self._events: deque[Event] = deque()  # to be delivered
-        self._delivering = False
+        self._held: dict[int, tuple[Live, str, float]] = {}  # complete, not answered
         self._submitted = 0
+        self._last_read_s = 0.0
         self._broken: str | None = None
-        self._accounts = Accounts()
-        self._compiles_told = 0  # programs that launch events have reported
+        self._reports = Reports(on_event)
 
     # Requests -------------------------------------------------------------------------
 
     def add_request(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | np.ndarray,
         sampling_params: SamplingParams | None = None,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -113,7 +117,7 @@ class Engine:
           user, tags: whom and what it is for, under policies that look at them.
           deadline_s: when its last token should be there, on the engine's clock.
           cache_salt: only requests of the same salt share cached blocks.
-          prompt: its text, returned with the output.
+          prompt: its text, returned with the output; policies may read it.
 
         Raises:
           ValueError: the request cannot be served; nothing has changed.
@@ -126,7 +130,7 @@ class Engine:
                 f"request_id={request_id!r} is in use by a request that has not ended; "
                 "choose another id, or abort that one first"
             )
-        vocab, config, shape = self._model.vocab_size, self.config, self.shape
+        vocab, config, shape = self.model.vocab_size, self.config, self.shape
         ids = validation.check_prompt(prompt_token_ids, vocab, config, shape)
         has_text = self._tokenizer is not None
         validation.check_params(params, vocab, config, has_text=has_text)
@@ -144,13 +148,14 @@ class Engine:
             ids,
             params,
             max_output_tokens=validation.output_limit(len(ids), params, config, shape),
-            stop_ids=validation.stop_ids(params, self._model.eos_ids, shape),
+            stop_ids=validation.stop_ids(params, self.model.eos_ids, shape),
             arrival_s=self.now() if arrival_time is None else float(arrival_time),
             priority=int(priority),
             user=user,
             deadline_s=deadline_s,
             tags=tags,
             cache_salt=cache_salt,
+            text=prompt,
         )
         live = Live(request, self._tokenizer, prompt)
         self._submitted += 1
@@ -173,9 +178,13 @@ class Engine:
         if not arrived:
             self._future = waits
             heapq.heapify(self._future)
+        running = self._scheduler.resident(live.request)
+        if running and self._scheduler.holds_answers:
+            self._tell_progress(live, running, 0, len(live.request.output))
         self._finish(live, "abort", arrived=arrived)
         self._outputs.append(live.output())
-        self._deliver()
+        self._outputs += [self._answer(r) for r in self._scheduler.answered()]
+        self._reports.deliver()
         return True
 
     def has_unfinished_requests(self) -> bool:
@@ -196,12 +205,14 @@ class Engine:
         if self._broken:
             raise RuntimeError(self._broken)
         self._turn()
-        self._deliver()
+        self._reports.deliver()
         while not self._scheduler.has_requests and (
             self._flights or self._scheduler.has_chores
         ):
             self._turn()  # nobody is left: read and give back everything
-            self._deliver()
+            self._reports.deliver()
+        if not self._scheduler.has_requests:
+            self._scheduler.settle(self.now())
         if not self._outputs and self._future and not self._scheduler.has_requests:
             self.executor.sleep_until(self._future[0][0])
         outputs, self._outputs = self._outputs, []
@@ -213,9 +224,23 @@ class Engine:
             arrival_s, _, live = heapq.heappop(self._future)
             self._scheduler.add(live.request)
             prompt = len(live.request.prompt)
-            self._tell(live, "arrived", arrival_s=arrival_s, prompt_tokens=prompt)
+            self._tell(
+                live,
+                "arrived",
+                arrival_s=arrival_s,
+                prompt_tokens=prompt,
+                priority=live.request.priority,
+                user=live.request.user,
+                deadline_s=live.request.deadline_s,
+            )
 
     def _turn(self) -> None:
+        depth = self.config.launches_in_flight
+        if len(self._flights) >= depth:  # an interrupt kept one from being read
+            self._read()
+            return
+        if self._planned is None and self._leap():
+            return
         if self._planned is None:
             with self._or_break(BaseException):
                 self._planned = self._plan()
@@ -224,24 +249,80 @@ class Engine:
             submitted_s = self.now()
             with self._or_break(Exception):  # an interrupt: submitted again
                 ticket = self.executor.submit(launch.plan, launch.who)
-            number = self._accounts.launches
-            self._accounts.launches += 1
+            number = self._reports.accounts.launches
+            self._reports.accounts.launches += 1
             flight = _Flight(launch, ticket, number, submitted_s, host_s)
             self._flights.append(flight)
         launch, self._planned = self._planned, None
-        depth = self.config.launches_in_flight
         if self._flights and (launch is None or len(self._flights) >= depth):
             self._read()
         elif launch is None and self._scheduler.has_requests:
             with self._or_break(Exception):
                 raise RuntimeError("no launch can be planned, but requests wait")
 
+    def _jumping(self, executor: Executor) -> Simulation | None:
+        """The executor, if launches may be run in it without planning each: that needs
+        plans that wait for every output, and outputs that no text can end."""
+        alone = self.config.launches_in_flight == 1 and self._tokenizer is None
+        jumps = alone and getattr(executor, "jumps", False)
+        return cast(Simulation, executor) if jumps else None
+
+    def _leap(self) -> bool:
+        """In a simulation, run the launches that need no planning; False if none."""
+        if self._simulation is None or self._flights:
+            return False
+        start = time.perf_counter()
+        self._arrive()
+        with self._or_break(BaseException):
+            began_s = self.now()
+            rows, launches, until_s = self._scheduler.horizon(began_s)
+            if launches == 0:
+                return False
+            if self._future:
+                until_s = min(until_s, self._future[0][0])
+            who = [(r.running.slot, r.running.request.index, r.steps > 0) for r in rows]
+            done = self._simulation.leap(who, launches, until_s)
+            if not done.ends_s:
+                return False
+            self._scheduler.leap(rows, done.tokens)
+            self._last_read_s = done.ends_s[-1]
+            tell_leap(
+                self._scheduler,
+                self._reports,
+                self.shape,
+                rows,
+                self._by_index,
+                [began_s, *done.ends_s],
+                (time.perf_counter() - start) / len(done.ends_s),
+                lambda: self._conclude(rows, done),
+            )
+        return True
+
+    def _conclude(self, rows: Sequence[Row], done: Leap) -> None:
+        """End the requests that the last launch of a leap completed."""
+        for row, tokens, stopped in zip(rows, done.tokens, done.done, strict=True):
+            if not tokens:
+                continue
+            request = row.running.request
+            live = self._by_index[request.index]
+            reason, _ = live.absorb(len(request.output) - len(tokens), stopped)
+            streams = request.params.output_kind == "cumulative"
+            told = streams and not self._scheduler.holds_answers
+            if reason:
+                self._outputs += filter(None, [self._end(live, reason, 0.0)])
+            elif told:
+                self._outputs.append(live.output())
+        self._outputs += [self._answer(r) for r in self._scheduler.answered()]
+
     def _plan(self) -> tuple[Launch, float] | None:
         self._arrive()
         start = time.perf_counter()
         launch = self._scheduler.plan(self.now())
         for event in self._scheduler.take_events():
-            self._emit(event)
+            live = self._by_index.get(event.data["index"])
+            if live:
+                live.note(event)
+            self._reports.add(event)
         return (launch, time.perf_counter() - start) if launch else None
 
     def _read(self) -> None:
@@ -250,32 +331,59 @@ class Engine:
             output = self.executor.result(flight.ticket)
         with self._or_break(BaseException):
             self._flights.popleft()
+            began_s = max(flight.submitted_s, self._last_read_s)
+            self._last_read_s = self.now()
             start = time.perf_counter()
             observed = self._scheduler.observe(flight.launch, output)
-            results = [self._absorb(seen) for seen in observed]
+            span_s = self._last_read_s - began_s
+            results = [self._absorb(seen, span_s) for seen in observed]
+            results += [self._answer(r) for r in self._scheduler.answered()]
             host_s = flight.host_s + time.perf_counter() - start
             self._record(flight, output, host_s)
             self._outputs += [result for result in results if result is not None]
 
-    def _absorb(self, seen: Observed) -> RequestOutput | None:
-        live = self._by_index[seen.request.index]
+    def _absorb(self, seen: Observed, span_s: float) -> RequestOutput | None:
+        """Take in a request's new tokens; what its caller is told, if anything.
+
+        Args:
+          span_s: how long the launch took.
+        """
+        running, request = seen.running, seen.running.request
+        live = self._by_index[request.index]
         reason, cut = live.absorb(seen.first_output, seen.stopped)
         self._scheduler.counters.dropped_tokens += cut
-        new = len(seen.request.output) - seen.first_output
-        self._accounts.output_tokens += new
-        self._tell(
-            live,
-            "progressed",
-            slot=seen.slot,
-            prompt_tokens=seen.prompt_tokens,
-            output_tokens=new,
-        )
+        new = len(request.output) - seen.first_output
+        self._reports.accounts.output_tokens += new
+        told = 0 if self._scheduler.holds_answers else new
+        self._tell_progress(live, running, seen.prompt_tokens, told)
         if reason:
-            self._finish(live, reason)
-        return live.output() if new or reason else None
+            late = seen.steps - (seen.sampled - cut)  # steps after the last token kept
+            return self._end(live, reason, span_s * late / max(seen.steps, 1))
+        streams = told and request.params.output_kind == "cumulative"
+        return live.output() if streams else None
 
-    def _finish(self, live: Live, reason: str, *, arrived: bool = True) -> None:
+    def _end(self, live: Live, reason: str, late_s: float) -> RequestOutput | None:
+        """The request's answer is complete; it, unless it waits for its batch."""
         request = live.request
+        if self._scheduler.holds_answers:
+            self._scheduler.hold(request)
+            self._held[request.index] = (live, reason, self.now() - late_s)
+            return None
+        self._finish(live, reason, late_s=late_s)
+        return live.output()
+
+    def _answer(self, running: Running) -> RequestOutput:
+        """Give a whole answer that waited for the rest of its static batch."""
+        live, reason, complete_s = self._held[running.request.index]
+        self._tell_progress(live, running, 0, len(running.request.output))
+        self._finish(live, reason, late_s=self.now() - complete_s)
+        return live.output()
+
+    def _finish(
+        self, live: Live, reason: str, *, arrived: bool = True, late_s: float = 0.0
+    ) -> None:
+        request = live.request
+        self._held.pop(request.index, None)
         request.finish_reason = reason
         live.finish()
         if arrived:
@@ -290,6 +398,7 @@ class Engine:
             prompt_tokens=len(request.prompt),
             cached_tokens=request.num_cached_tokens or 0,
             output_tokens=len(request.output),
+            finish_delay_s=late_s,
         )
 
     @contextlib.contextmanager
@@ -316,45 +425,33 @@ class Engine:
         if arrived:
             self._scheduler.note(event)
         live.note(event)
-        if self._on_event:
-            self._events.append(event)
+        self._reports.add(event)
 
-    def _emit(self, event: Event) -> None:
-        live = self._by_index.get(event.data["index"])
-        if live:
-            live.note(event)
-        if self._on_event:
-            self._events.append(event)
+    def _tell_progress(
+        self, live: Live, running: Running, prompt_tokens: int, output_tokens: int
+    ) -> None:
+        now_s = self.now()
+        live.took([now_s] * output_tokens)
+        if self._scheduler.listens or self._reports.wanted:
+            event = progressed(running, now_s, prompt_tokens, output_tokens)
+            self._scheduler.note(event)
+            self._reports.add(event)
 
     def _record(self, flight: _Flight, output: StepOutput, host_s: float) -> None:
-        work = self._accounts.record(flight.launch, output, host_s)
-        if not self._on_event:
-            return
-        compiles, self._compiles_told = self._compiles_told, self.executor.compiles
-        data = {
-            "launch": flight.number,
-            **work,
-            "num_free": output.num_free,
-            "live_handles": self._scheduler.cached_blocks,
-            "idle_handles": self._scheduler.idle_cached_blocks,
-            "waiting": self._scheduler.num_waiting,
-            "running": self._scheduler.num_running,
-            "compiles": self._compiles_told - compiles,
-            "host_s": host_s,
-            "submitted_s": flight.submitted_s,
-        }
-        self._events.append(Event("launch", self.now(), None, data))
-
-    def _deliver(self) -> None:
-        """Deliver events now that the engine is whole: a callback may call it."""
-        if self._delivering or not self._on_event:
-            return
-        self._delivering = True
-        try:
-            while self._events:
-                self._on_event(self._events.popleft())
-        finally:
-            self._delivering = False
+        work = self._reports.accounts.record(flight.launch, output, host_s)
+        self._reports.add_launch(
+            self.now(),
+            work,
+            self.executor.compiles,
+            launch=flight.number,
+            num_free=output.num_free,
+            live_handles=self._scheduler.cached_blocks,
+            idle_handles=self._scheduler.idle_cached_blocks,
+            waiting=self._scheduler.num_waiting,
+            running=self._scheduler.num_running,
+            host_s=host_s,
+            submitted_s=flight.submitted_s,
+        )
 
     def stats(self) -> dict[str, int | float]:
         """Counters and gauges. Blocks are counted after every launch planned so far."""
@@ -369,7 +466,7 @@ class Engine:
             "waiting": scheduler.num_waiting + len(self._future),
             "compiles": self.executor.compiles,
             **dataclasses.asdict(scheduler.counters),
-            **dataclasses.asdict(self._accounts),
+            **dataclasses.asdict(self._reports.accounts),
         }
 
     def reset_prefix_cache(self) -> None:
@@ -380,12 +477,12 @@ class Engine:
         self._scheduler.reset_prefix_cache()
         while not self._scheduler.has_requests and self._scheduler.has_chores:
             self._turn()
-        self._deliver()
+        self._reports.deliver()
 
     def holds_nothing(self) -> bool:
         """Whether no map of the engine or the scheduler has an entry left."""
         mine = self._live or self._by_index or self._flights or self._future
-        told = self._outputs or self._events
+        told = self._outputs or self._held or not self._reports.delivered
         idle = not (mine or told or self._planned)
         return idle and self._scheduler.holds_nothing()
 

@@ -5,6 +5,9 @@ Owns what a caller is told. Never sees a plan, a block or a slot's contents.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 from jaxserve.core import Event, Request
 from jaxserve.metrics import RequestMetrics, advance
 from jaxserve.models.detokenizer import Decodes, Detokenizer
@@ -16,7 +19,8 @@ class Live:
 
     def __init__(self, request: Request, tokenizer: Decodes | None, prompt: str | None):
         self.request = request
-        self.metrics = RequestMetrics()
+        self._metrics = RequestMetrics()  # all but the times of tokens
+        self._times_s: list[float] = []
         self._tokenizer = tokenizer
         self._prompt = prompt
         self._text = ""
@@ -25,9 +29,18 @@ class Live:
         stop = request.params.stop_strings
         self._detokenizer = Detokenizer(tokenizer, stop) if tokenizer else None
 
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Its times and counts so far."""
+        return dataclasses.replace(self._metrics, token_times_s=tuple(self._times_s))
+
     def note(self, event: Event) -> None:
-        """Take in an event of this request."""
-        self.metrics = advance(self.metrics, event)
+        """Take in an event of this request, other than its progress."""
+        self._metrics = advance(self._metrics, event)
+
+    def took(self, times_s: Sequence[float]) -> None:
+        """Take in output tokens that were read at these times."""
+        self._times_s += times_s
 
     def absorb(self, first: int, stopped: bool) -> tuple[str | None, int]:
         """Decode the output tokens from `first` on.

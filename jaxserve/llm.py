@@ -6,12 +6,13 @@ plan or a launch.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -24,10 +25,18 @@ from jaxserve.executors.jax_executor import JaxExecutor
 from jaxserve.models import load
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.outputs import RequestOutput
-from jaxserve.scheduling.policies import get_policy
+from jaxserve.scheduling.policies import Policy, check_is_policy, get_policy
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, str]
+
+
+class _Chat(NamedTuple):
+    """A conversation in its template: the text holds special tokens that `encode` would
+    not read as such."""
+
+    text: str
+    token_ids: list[int]
 
 
 class LLM:
@@ -39,7 +48,8 @@ class LLM:
       max_model_len, max_num_seqs, max_num_batched_tokens, block_size, num_blocks,
         enable_prefix_caching, num_scheduler_steps, launches_in_flight, seed and
         engine_options: see `EngineConfig`.
-      scheduling_policy: a name from `scheduling.policies.POLICIES`.
+      scheduling_policy: a policy, or one by name: "fcfs", "mlfq", "sjf:history",
+        "priority(aging_s=5)", "my_file:my_policy"; see docs/policies.md.
       warmup: compile every launch shape now rather than when it is first needed.
       on_event: called with every `core.Event`, in order.
 
@@ -60,7 +70,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         num_scheduler_steps: int = 1,
         launches_in_flight: int = 1,
-        scheduling_policy: str = "fcfs",
+        scheduling_policy: str | Policy = "fcfs",
         seed: int = 0,
         warmup: bool = False,
         on_event: Callable[[Event], None] | None = None,
@@ -73,7 +83,10 @@ class LLM:
                 "float32; pass dtype='float32', or use JAX 0.11 (Python 3.12) or later",
                 stacklevel=2,
             )
-        policy = get_policy(scheduling_policy)
+        policy = scheduling_policy
+        if isinstance(policy, str):
+            policy = get_policy(policy)
+        check_is_policy("scheduling_policy", policy)
         config = EngineConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -138,8 +151,7 @@ class LLM:
             for i, (prompt, params, level, who) in enumerate(columns):
                 ids.append(self._submit(i, prompt, params, level, who))
         except BaseException:  # an interrupt too: none of the call's prompts runs
-            for request_id in ids:
-                self.engine.abort_request(request_id)
+            self._abort(ids)
             self._run(ids, show=False)
             raise
         return self._run(ids, show=use_tqdm)
@@ -165,15 +177,16 @@ class LLM:
             )
         one = isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
+        chats = [cast(Sequence[Message], c) for c in conversations]
+        tokenizer = self.get_tokenizer()
         prompts = [
-            {
-                "prompt_token_ids": self.get_tokenizer().apply_chat_template(
-                    cast(Sequence[Message], conversation)
-                )
-            }
-            for conversation in conversations
+            _Chat(
+                tokenizer.apply_chat_template(chat, tokenize=False),
+                tokenizer.apply_chat_template(chat),
+            )
+            for chat in chats
         ]
-        return self.generate(prompts, sampling_params, **options)
+        return self.generate(cast(list[Prompt], prompts), sampling_params, **options)
 
     def get_tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; ValueError if it came without one."""
@@ -221,6 +234,8 @@ class LLM:
     ) -> tuple[str | None, Sequence[int], str | None]:
         """(text, token ids, cache salt) of a prompt."""
         salt = None
+        if isinstance(prompt, _Chat):
+            return prompt.text, prompt.token_ids, salt
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
             given = {"prompt", "prompt_token_ids"} & set(prompt)
@@ -247,6 +262,12 @@ class LLM:
             return prompt, self.get_tokenizer().encode(prompt), salt
         return None, prompt, salt
 
+    def _abort(self, ids: Collection[str]) -> None:
+        """End them all, even if a callback that hears of it raises."""
+        for request_id in ids:
+            with contextlib.suppress(Exception):
+                self.engine.abort_request(request_id)
+
     def _run(self, ids: Sequence[str], *, show: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
         left, tokens = set(ids), 0
@@ -263,8 +284,7 @@ class LLM:
                         bar.update()
         finally:
             bar.close()
-            for request_id in left:  # interrupted: a later call starts afresh
-                self.engine.abort_request(request_id)
+            self._abort(left)  # interrupted: a later call starts afresh
         return [done[request_id] for request_id in ids]
 
 

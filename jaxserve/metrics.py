@@ -23,6 +23,10 @@ class RequestMetrics:
       finish_reason: "stop", "length" or "abort"; None while it runs.
       prompt_tokens, cached_tokens: of the prompt, and those found at first admission.
       preemptions: how often it lost its slot.
+      seen_s: when a plan first saw it.
+      finish_delay_s: from its last token to its end: the rest of the launch that
+        sampled it, or of a static batch.
+      user, priority, deadline_s: as submitted.
       token_times_s: when each output token was read; tokens of a launch share a time.
     """
 
@@ -34,6 +38,11 @@ class RequestMetrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    seen_s: float | None = None
+    finish_delay_s: float | None = None
+    user: str | None = None
+    priority: int = 0
+    deadline_s: float | None = None
 
     @property
     def output_tokens(self) -> int:
@@ -44,6 +53,12 @@ class RequestMetrics:
     def queue_s(self) -> float | None:
         """Arrival to first admission."""
         return _gap(self.arrival_s, self.admitted_s)
+
+    @property
+    def admission_delay_s(self) -> float | None:
+        """Arrival to the first plan that saw it: what scheduling every N steps costs a
+        newcomer, whether or not that plan had room for it."""
+        return _gap(self.arrival_s, self.seen_s)
 
     @property
     def ttft_s(self) -> float | None:
@@ -68,6 +83,29 @@ class RequestMetrics:
         """Arrival to the end."""
         return _gap(self.arrival_s, self.finished_s)
 
+    @property
+    def max_itl_s(self) -> float | None:
+        """The longest pause between two tokens; None with fewer than two."""
+        return max(self.itl_s, default=None)
+
+    @property
+    def normalized_latency_s(self) -> float | None:
+        """Seconds per output token, E2E over all of them (Orca, Yu et al. 2022)."""
+        if self.e2e_s is None or not self.token_times_s:
+            return None
+        return self.e2e_s / self.output_tokens
+
+    @property
+    def longest_wait_s(self) -> float | None:
+        """The longest time without a token: to the first one, or between two."""
+        if self.ttft_s is None:
+            return None
+        return max(self.ttft_s, self.max_itl_s or 0.0)
+
+    def slowdown(self, alone_s: float) -> float | None:
+        """E2E over `alone_s`, what it would be on an idle engine."""
+        return None if self.e2e_s is None else self.e2e_s / alone_s
+
 
 def _gap(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else end - start
@@ -78,7 +116,13 @@ def advance(metrics: RequestMetrics, event: Event) -> RequestMetrics:
     data = event.data
     if event.kind == "arrived":
         return dataclasses.replace(
-            metrics, arrival_s=data["arrival_s"], prompt_tokens=data["prompt_tokens"]
+            metrics,
+            arrival_s=data["arrival_s"],
+            seen_s=event.time_s,
+            prompt_tokens=data["prompt_tokens"],
+            priority=data["priority"],
+            user=data["user"],
+            deadline_s=data["deadline_s"],
         )
     if event.kind == "admitted" and data["first"]:
         return dataclasses.replace(
@@ -91,7 +135,10 @@ def advance(metrics: RequestMetrics, event: Event) -> RequestMetrics:
         return dataclasses.replace(metrics, preemptions=metrics.preemptions + 1)
     if event.kind == "finished":
         return dataclasses.replace(
-            metrics, finished_s=event.time_s, finish_reason=data["reason"]
+            metrics,
+            finished_s=event.time_s,
+            finish_reason=data["reason"],
+            finish_delay_s=data["finish_delay_s"],
         )
     return metrics
 
@@ -130,6 +177,13 @@ def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def jain(values: Sequence[float]) -> float | None:
+    """Jain's fairness index, (sum x)^2 / (n sum x^2): 1 of equal shares, 1 / n if one
+    has all; None of no values or of zeros alone (Jain, Chiu and Hawe 1984)."""
+    squares = sum(value * value for value in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else None
+
+
 def summary(events: Sequence[Event]) -> dict[str, Any]:
     """Totals and distributions of a run; a measurement nobody made is None.
 
@@ -164,7 +218,14 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
         "host_s_per_step": mean([x["host_s"] / max(x["steps"], 1) for x in launches]),
     }
     whole = [r for r in requests if r.finish_reason != "abort"]
-    for field in ("queue_s", "ttft_s", "tpot_s", "e2e_s"):
+    for field in (
+        "admission_delay_s",
+        "queue_s",
+        "ttft_s",
+        "tpot_s",
+        "finish_delay_s",
+        "e2e_s",
+    ):
         measured = whole if field == "e2e_s" else requests
         values = [v for r in measured if (v := getattr(r, field)) is not None]
         result |= _spread(field, values)

@@ -15,7 +15,10 @@ from jaxserve.config import EngineConfig, EngineShape, SamplingParams
 
 
 def check_prompt(
-    prompt: Sequence[int], vocab_size: int, config: EngineConfig, shape: EngineShape
+    prompt: Sequence[int] | np.ndarray,
+    vocab_size: int,
+    config: EngineConfig,
+    shape: EngineShape,
 ) -> list[int]:
     """The prompt as a list of ints, or ValueError."""
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence | np.ndarray):
@@ -28,7 +31,13 @@ def check_prompt(
         raise ValueError(f"prompt_token_ids={prompt!r} must have one axis, not none")
     if not ids:
         raise ValueError("prompt_token_ids=[] must hold at least one token")
-    for i, token in enumerate(ids):
+    checked = isinstance(prompt, np.ndarray) and (
+        prompt.ndim == 1
+        and np.issubdtype(prompt.dtype, np.integer)
+        and 0 <= prompt.min()
+        and prompt.max() < vocab_size
+    )
+    for i, token in enumerate(() if checked else ids):
         is_int = isinstance(token, numbers.Integral) and not isinstance(token, bool)
         if not is_int or not 0 <= token < vocab_size:
             raise ValueError(
@@ -47,7 +56,7 @@ def check_prompt(
             f"within max_model_len={config.max_model_len}; shorten it or raise "
             "max_model_len"
         )
-    return [int(token) for token in ids]
+    return ids if checked else [int(token) for token in ids]
 
 
 def output_limit(
@@ -123,8 +132,11 @@ def check_terms(
             continue
         if not _is_finite(value):
             raise ValueError(f"{name}={value!r} must be a finite number of seconds")
-    if not isinstance(priority, numbers.Integral) or isinstance(priority, bool):
-        raise ValueError(f"priority={priority!r} must be an integer; lower goes first")
+    whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
+    if not whole or not -(2**31) <= priority < 2**31:  # type: ignore[operator]
+        raise ValueError(
+            f"priority={priority!r} must be an integer of 32 bits; lower goes first"
+        )
     if user is not None and not isinstance(user, str):
         raise ValueError(f"user={user!r} must be a string or None")
     if tags is not None and not (

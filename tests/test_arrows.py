@@ -31,6 +31,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "jaxserve.kv_tiers": ("jaxserve.core",),
     "jaxserve.workloads": ("jaxserve.core",),
     "jaxserve.metrics": ("jaxserve.core",),
+    "jaxserve.kv_size": (),
     "jaxserve.outputs": ("jaxserve.metrics",),
     # The device.
     "pallas_kernels": ("jax", "numpy"),
@@ -78,24 +79,34 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # models by theirs; it names the JAX one only to make it where it is given none.
     "jaxserve.live": ("jaxserve.models.detokenizer", "jaxserve.outputs"),
     "jaxserve.accounts": ("jaxserve.scheduling",),
+    "jaxserve.reports": ("jaxserve.accounts",),
+    "jaxserve.leaps": ("jaxserve.live", "jaxserve.reports"),
     "jaxserve.engine": (
-        "jaxserve.accounts",
+        "jaxserve.reports",
         "jaxserve.executors.base",
         "jaxserve.executors.jax_executor",
         "jaxserve.kv_tiers",
-        "jaxserve.live",
+        "jaxserve.leaps",
         "jaxserve.models.base",
         "jaxserve.scheduling",
         "jaxserve.validation",
     ),
-    "jaxserve.llm": ("jaxserve.engine", "jaxserve.executors.jax_executor"),
-    "jaxserve.__init__": (
+    "jaxserve.simulation": (
+        "jaxserve.engine",
         "jaxserve.executors.sim_executor",
-        "jaxserve.llm",
         "jaxserve.workloads",
     ),
+    "jaxserve.testing": ("jaxserve.simulation",),
+    "jaxserve.llm": ("jaxserve.engine", "jaxserve.executors.jax_executor"),
+    "jaxserve.__init__": ("jaxserve.llm", "jaxserve.simulation"),
     "jaxserve.__main__": ("jaxserve.__init__", "absl"),
-    "experiments": ("jaxserve.__init__", "absl", "matplotlib", "optax"),
+    "experiments": (
+        "jaxserve.__init__",
+        "jaxserve.kv_size",
+        "absl",
+        "matplotlib",
+        "optax",
+    ),
 }
 
 

@@ -32,6 +32,7 @@ SAMPLING = {
     "stop": (["", [""], ["a", 1], 5, b"a"], "non-empty string"),
     "stop_token_ids": ([[-1], [1.0], ["1"], [True], [None], 5], "integer >= 0"),
     "ignore_eos": ([1, 0, None, "no"], "must be True or False"),
+    "output_kind": (["delta", None, 1], "one of .'cumulative', 'fi"),
     "logprobs": ([-1, 1.0, NAN, "1", True], ">= 0, or None for none"),
 }
 ENGINE = {
@@ -45,6 +46,8 @@ ENGINE = {
     "num_scheduler_steps": ([0, 1.5, True, None], "integer >= 1"),
     "launches_in_flight": ([0, 4, 1.5, True, None], "integer >= 1|1, 2 or 3"),
     "max_chunk_tokens": ([0, -1, 1.5, True], ">= 1, or None"),
+    "batching": (["dynamic", None, True], "one of .'continuous', 'static'"),
+    "prefill": (["mixed", None, 1], "one of .'chunked', 'prefill_first', 'decode_f"),
     "skip_limit": ([-1, 0.5, True, None], "integer >= 0"),
     "seed": ([-1, 0.5, True, None], "integer >= 0"),
     "max_logprobs": ([-1, 0.5, True, None], "integer >= 0"),
@@ -55,6 +58,11 @@ REFUSED = [
     for field, (values, hint) in table.items()
     for value in values
 ]
+
+
+def test_a_static_batch_has_no_prefill_mode() -> None:
+    with pytest.raises(ValueError, match="prefill='decode_first' must be 'chunked'"):
+        EngineConfig(batching="static", prefill="decode_first")
 
 
 def test_every_field_is_in_the_tables() -> None:
@@ -228,7 +236,8 @@ BAD = {
         {"params": SamplingParams(stop_token_ids=range(9))},
         "9 stop ids, which must not exceed 8; drop some",
     ),
-    "priority": ({"priority": 1.5}, "priority=1.5 must be an integer; lower goes"),
+    "priority": ({"priority": 1.5}, "priority=1.5 must be an integer of 32 bits"),
+    "a huge priority": ({"priority": 2**31}, "priority=2147483648 must be an int"),
     "no priority": ({"priority": None}, "priority=None must be an integer"),
     "arrival": ({"arrival_time": NAN}, "arrival_time=nan must be a finite number"),
     "arrival never": ({"arrival_time": INF}, "arrival_time=inf must be a finite"),

@@ -41,6 +41,7 @@ def test_chat_answers(llm: LLM) -> None:
     assert completion.token_ids[-1] in tokenizer.eos_ids
     assert tokenizer.decode(completion.token_ids) == completion.text
     assert output.prompt_token_ids == tokenizer.apply_chat_template(FRANCE)
+    assert output.prompt == tokenizer.apply_chat_template(FRANCE, tokenize=False)
 
 
 def test_every_form_of_a_prompt_is_the_same_prompt(llm: LLM) -> None:

@@ -289,3 +289,35 @@ def test_launch_events_account_for_every_position() -> None:
         computed += x["prefill_tokens"]
     assert computed == 7 + 12 + 1 + 4
     assert served.stats()["prefill_tokens"] == computed
+
+
+# Comparing policies -------------------------------------------------------------------
+
+
+def test_latency_per_token_slowdown_and_the_longest_wait_by_hand() -> None:
+    """10 ms to come, tokens at 30, 40 and 90, ended at 100: 90 ms of E2E for three."""
+    times = [(30.0, 1), (40.0, 1), (90.0, 1)]
+    r = one(life("r", 0, arrival=10, admitted=20, tokens=times, end=100))
+    assert r.normalized_latency_s == pytest.approx(0.030)
+    assert r.max_itl_s == pytest.approx(0.050)
+    assert r.longest_wait_s == pytest.approx(0.050)
+    assert r.slowdown(0.045) == pytest.approx(2.0)
+    late = one(life("r", 0, arrival=0, admitted=0, tokens=[(70, 1), (75, 1)], end=75))
+    assert late.longest_wait_s == pytest.approx(0.070)  # for the first token
+
+
+def test_what_is_not_measured_yet_is_none() -> None:
+    single = one(life("r", 0, arrival=0, admitted=0, tokens=[(20, 1)]))
+    assert single.max_itl_s is single.normalized_latency_s is None
+    assert single.slowdown(1.0) is None
+    assert single.longest_wait_s == pytest.approx(0.020)
+    none = one(life("r", 0, arrival=0, admitted=0, tokens=[], end=5))
+    assert none.longest_wait_s is none.normalized_latency_s is None
+
+
+def test_jains_index_by_hand() -> None:
+    """Two clients served 1 : 2 are 9/10 fair; one of n who has all, 1/n."""
+    assert metrics.jain([1.0, 2.0]) == pytest.approx(0.9)
+    assert metrics.jain([7.0, 7.0, 7.0]) == pytest.approx(1.0)
+    assert metrics.jain([5.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+    assert metrics.jain([]) is metrics.jain([0.0, 0.0]) is None

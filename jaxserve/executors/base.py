@@ -6,7 +6,7 @@ Owns the Executor protocol. Never sees the scheduler.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jaxserve.core import StepOutput, StepPlan
 
@@ -37,4 +37,29 @@ class Executor(Protocol):
     @property
     def compiles(self) -> int:
         """Programs compiled so far."""
+        ...
+
+
+class Leap(NamedTuple):
+    """Launches that were run without being planned one by one."""
+
+    tokens: list[list[int]]  # output of each row
+    done: list[bool]  # whether a row's last token is one of its stop ids
+    ends_s: list[float]  # when each launch ended
+
+
+class Simulation(Executor, Protocol):
+    """An executor that knows how its launches will go, and may run many at once."""
+
+    jumps: bool  # whether the engine shall ask for it
+
+    def leap(
+        self, rows: Sequence[tuple[int, int, bool]], launches: int, until_s: float
+    ) -> Leap:
+        """Run launches of the same decode rows, up to the end of the first of them.
+
+        Args:
+          rows: (slot, submission index, whether it runs all N steps or none) of each.
+          launches: how many at most. until_s: none is planned at this time or later.
+        """
         ...

@@ -1,18 +1,37 @@
 """How long a launch takes on a simulated clock, and that clock.
 
-Owns the linear cost model and logical time. Never sees a device. Both executors can
-keep this clock, which is what makes their plan streams comparable.
+Owns the linear cost model, its profiles and logical time. Never sees a device. Both
+executors can keep this clock, which is what makes their plan streams comparable.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from jaxserve.block_count import BlockCount
 from jaxserve.config import EngineShape
 from jaxserve.core import StepPlan
+
+
+class StepCost(Protocol):
+    """How long one step takes."""
+
+    def step_s(self, chunk_tokens: int, rows: int, context_tokens: int) -> float:
+        """Seconds of a step.
+
+        Args:
+          chunk_tokens: prompt tokens computed. rows: decode rows listed, padding of a
+            static batch included. context_tokens: KV rows that the decode rows attend
+            to.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,18 +42,50 @@ class LinearCost:
       fixed_s: of any step: launch overhead and reading the weights.
       token_s: of each token position: a prompt token or a listed decode row.
       context_token_s: of each KV row that the step's decode rows attend to.
+      floor_s: a step that computes little takes this long, its context aside: the time
+        to read the weights, under which computing hides.
     """
 
     fixed_s: float = 0.01
     token_s: float = 0.001
     context_token_s: float = 0.0
+    floor_s: float = 0.0
 
     def step_s(self, chunk_tokens: int, rows: int, context_tokens: int) -> float:
-        """Seconds of a step of `rows` decode rows and `chunk_tokens` prompt tokens."""
-        tokens = chunk_tokens + rows
-        return (
-            self.fixed_s + self.token_s * tokens + self.context_token_s * context_tokens
+        """Seconds of a step; see `StepCost`."""
+        computing_s = self.fixed_s + self.token_s * (chunk_tokens + rows)
+        return max(self.floor_s, computing_s) + self.context_token_s * context_tokens
+
+
+PROFILES = Path(__file__).with_name("profiles.json")
+"""Costs of real systems by name: the fields of `LinearCost`, where they come from, and
+when."""
+
+
+def get_profile(name: str) -> LinearCost:
+    """The cost of a profile of PROFILES.
+
+    Raises:
+      ValueError: there is none of this name, or it does not hold four costs.
+    """
+    profiles = json.loads(PROFILES.read_text(encoding="utf-8"))
+    if name not in profiles:
+        raise ValueError(
+            f"profile {name!r} must be one of {sorted(profiles)}; to measure another, "
+            f"run experiments/fit_cost.py and add what it prints to {PROFILES}"
         )
+    costs = {field.name: profiles[name].get(field.name) for field in _COSTS}
+    for field, value in costs.items():
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        if not real or not 0 <= value < math.inf:
+            raise ValueError(
+                f"{field}={value!r} of profile {name!r} must be a number of seconds "
+                f">= 0; correct {PROFILES}"
+            )
+    return LinearCost(**costs)
+
+
+_COSTS = dataclasses.fields(LinearCost)
 
 
 class LogicalClock:
@@ -44,10 +95,11 @@ class LogicalClock:
     Reading launch k sets now to finish(k); submitting costs nothing.
     """
 
-    def __init__(self, shape: EngineShape, cost: LinearCost):
+    def __init__(self, shape: EngineShape, cost: StepCost):
         self._cost = cost
         self._count = BlockCount(shape)
         self._slots = shape.max_slots
+        self._steps = shape.decode_steps
         self._finish = 0.0
         self._now = 0.0
 
@@ -80,3 +132,29 @@ class LogicalClock:
         self._finish = max(self._finish, submitted_s) + seconds
         self._now = max(self._now, self._finish)
         return free
+
+    def leap(
+        self, slots: Sequence[tuple[int, bool]], launches: int, until_s: float
+    ) -> list[float]:
+        """Let equal launches of decode rows alone pass, each planned when the one
+        before it ends; return when each ended.
+
+        Args:
+          slots: of each listed row, and whether it runs all N steps or none.
+          launches: how many at most. until_s: none is planned at this time or later.
+        """
+        active = [slot for slot, runs in slots if runs]
+        context = sum(self._count.length[slot] for slot in active)
+        ends: list[float] = []
+        while len(ends) < launches and self._now < until_s:
+            seconds = 0.0
+            for _ in range(self._steps):
+                context += len(active)
+                seconds += self._cost.step_s(0, len(slots), context)
+            self._finish = max(self._finish, self._now) + seconds
+            self._now = self._finish
+            ends.append(self._now)
+        for slot in active:
+            length = self._count.length[slot] + len(ends) * self._steps
+            self._count.resize(slot, length)
+        return ends

@@ -15,7 +15,7 @@ from jaxserve.config import EngineShape
 from jaxserve.core import StepOutput, StepPlan, empty_plan, pack
 from jaxserve.device import state as device_state
 from jaxserve.device.step import Outputs, compiled, num_compiled
-from jaxserve.executors.cost_model import LinearCost, LogicalClock
+from jaxserve.executors.cost_model import LogicalClock, StepCost
 from jaxserve.models.base import Model, Params
 
 
@@ -40,7 +40,7 @@ class JaxExecutor:
         params: Params,
         shape: EngineShape,
         *,
-        cost: LinearCost | None = None,
+        cost: StepCost | None = None,
     ):
         self._shape = shape
         self._params = params

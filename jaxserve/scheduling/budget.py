@@ -50,5 +50,7 @@ class Budget:
         Evicts what it needs. The slot is not resized: that is the caller's promise.
         """
         held = self._shape.blocks(self.count.length[slot])
+        if length <= held * self._shape.block_size:
+            return length
         sure = self.secure(plan, max(0, self._shape.blocks(length) - held))
         return min(length, (held + sure) * self._shape.block_size)

@@ -1,12 +1,14 @@
 """The decisions of one plan: who goes on, who is admitted, who gives way.
 
-Owns the order of remedies when something does not fit: evict, shrink, preempt, wait.
-Never sees a launch's output or the time's passing; a planner lives for one plan.
+Owns who is offered a row, by batching and prefill mode, and the order of remedies when
+something does not fit: evict, shrink, preempt, wait. Never sees a launch's output or
+the time's passing; a planner lives for one plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Collection
 
 from jaxserve.config import EngineConfig, EngineShape
 from jaxserve.core import Event, Request
@@ -68,32 +70,87 @@ class Planner:
         self._books = books
         self._plan = plan
         self._now_s = now_s
+        static = config.batching == "static"
+        self._apart = static or config.prefill == "prefill_first"  # prompts, decodes
         self._blocked: list[Request] = []  # waiting for memory, first in rank first
+        self._to_decode: set[int] = set()  # whose decodes go before any prompt
 
-    def go_on(self, running: Running) -> Row | None:
+    def fill(self, in_flight: Collection[int]) -> list[Row]:
+        """The rows of the plan.
+
+        Args:
+          in_flight: submission indices with launches not read yet: those that wait may
+            end in them.
+        """
+        if self._config.prefill == "prefill_first":
+            rows = self._offer(lambda r: not r.prefilled, in_flight)
+            return rows or self._offer(lambda r: r.prefilled, None)
+        if self._config.prefill == "decode_first":
+            running = self._residents.running.values()
+            self._to_decode = {r.request.index for r in running if r.prefilled}
+        return self._offer(lambda r: True, in_flight)
+
+    def _offer(
+        self, which: Callable[[Running], bool], in_flight: Collection[int] | None
+    ) -> list[Row]:
+        """Rows of the running requests of a kind and, unless in_flight is None, of
+        newcomers: first in rank first served."""
+        running, rows, ranking = self._residents.running, [], self._ranking
+        left, joins = len(running), in_flight is not None
+        for request in ranking.in_order() if joins else ranking.running():
+            if self._plan.tokens_left == 0 or not (left or (joins and self.admitting)):
+                break
+            resident, row = running.get(request.index), None
+            if resident:
+                left -= 1
+                self._to_decode.discard(request.index)
+                fits = resident.prefilled or self._prompt_budget > 0
+                row = self._go_on(resident) if fits and which(resident) else None
+            elif self._prompt_budget <= 0:
+                self.admitting = False
+            elif in_flight is not None and request.index not in in_flight:
+                row = self.admit(request) if self.admitting else None
+            if row:
+                rows.append(row)
+        return rows
+
+    def _go_on(self, running: Running) -> Row | None:
         """The next row of a running request; None if it sits this launch out."""
-        row = self._place(running)
+        row = self.place(running)
         if row is None:
             self._preempt_behind(running)
-            row = self._place(running)
+            row = self.place(running)
         return row
 
+    @property
+    def _prompt_budget(self) -> int:
+        """Tokens left for prompts: all, but for decodes that go first."""
+        return self._plan.tokens_left - len(self._to_decode)
+
     def _chunk(self, running: Running) -> int:
-        left = max(0, running.context - running.planned)
+        left = running.context - running.planned
+        if left <= 0:
+            return 0
         cap = self._config.max_chunk_tokens or left
-        return min(left, cap, self._plan.tokens_left)
+        return min(left, cap, self._prompt_budget)
 
     def _steps(self, running: Running) -> int:
-        allowed = self._ranking.allow(running.request)
         steps = min(self._shape.decode_steps, running.tokens_left)
-        return steps if allowed is None else min(steps, max(allowed, 1))
+        if self._apart and not running.prefilled:
+            steps = min(steps, 1)  # further steps would be decodes
+        allowed = self._ranking.allow(running.request)
+        if allowed is not None and allowed <= steps:
+            steps = max(allowed, 1)
+            self._ranking.touch(running.request)  # spent: it may rank lower now
+        return steps
 
-    def _place(self, running: Running) -> Row | None:
+    def place(self, running: Running) -> Row | None:
         """Plan the request's next row as far as room is sure; None if there is none."""
         chunk, start = self._chunk(running), running.planned
         steps = self._steps(running) if start + chunk >= running.context else 0
-        want = start + Row(running, chunk, steps).new_rows
-        room = self._residents.budget.extend(self._plan, running.slot, want) - start
+        rows = chunk + max(steps - 1, 0) if chunk else steps  # as Row.new_rows
+        room = self._residents.budget.extend(self._plan, running.slot, start + rows)
+        room -= start
         if room <= 0:
             return None
         if room < chunk:
@@ -101,9 +158,10 @@ class Planner:
         else:
             steps = min(steps, room - chunk + (1 if chunk else 0))
         row = Row(running, chunk, steps)
-        self._residents.place(running, start + row.new_rows)
+        rows = row.new_rows
+        self._residents.place(running, start + rows)
         running.sampling += steps
-        running.pending += row.new_rows
+        running.pending += rows
         if chunk:
             tokens = running.request.tokens(start, start + chunk)
             self._plan.add_chunk(running.slot, steps, start, tokens)
@@ -115,6 +173,7 @@ class Planner:
     def _preempt(self, victim: Running) -> None:
         """Take the victim's slot and blocks; it will compute its context again."""
         request, slot, lost = victim.request, victim.slot, victim.planned
+        self._to_decode.discard(request.index)
         self._residents.release(self._plan, victim)
         request.preemptions += 1
         self._books.counters.preemptions += 1
@@ -134,17 +193,14 @@ class Planner:
 
     def admit(self, request: Request) -> Row | None:
         """The first row of a waiting request; None if it has to wait."""
-        residents, shape = self._residents, self._shape
+        residents = self._residents
         limit = self._config.skip_limit
         if any(r.skipped >= limit for r in self._blocked):
             self.admitting = False
             return None
         keys = self._books.keys[request.index]
-        residents.extend_keys(request, keys)
-        # A fully cached context still computes its last token, to sample from.
-        usable = keys[: (request.num_tokens - 1) // shape.block_size]
-        hits = residents.index.match(usable)
-        if len(hits) < len(usable) and residents.produced_soon(usable[len(hits)]):
+        usable, hits = residents.match(request, keys)
+        if len(hits) < usable and residents.produced_soon(keys[len(hits)]):
             return None  # another computes its next block: wait, then share it
         if not self._plan.can_adopt(len(hits)):
             return None
@@ -161,11 +217,23 @@ class Planner:
             self._preempt(victim)
         for passed in self._blocked:
             passed.skipped += 1
-        running = residents.take(self._plan, request, keys, hits)
-        del self._books.keys[request.index]
+        return self.place(self.take(request, hits))
+
+    def hits(self, request: Request) -> list[int]:
+        """Handles of the cached columns that a waiting request can adopt in this plan,
+        as many as its edits have room for."""
+        hits = self._residents.match(request, self._books.keys[request.index])[1]
+        while not self._plan.can_adopt(len(hits)):
+            hits.pop()
+        return hits
+
+    def take(self, request: Request, hits: list[int]) -> Running:
+        """Admit a request for which there is room; its cached columns are pinned."""
+        keys = self._books.keys.pop(request.index)
+        running = self._residents.take(self._plan, request, keys, hits)
         self._ranking.touch(request)
         self._count_admission(request, running)
-        return self._place(running)
+        return running
 
     def _room_for(self, request: Request, hits: int) -> list[Running] | None:
         """Whom to preempt so that a slot is free and the whole context fits.
@@ -174,10 +242,15 @@ class Planner:
         set of them is enough, and none is preempted.
         """
         residents, key = self._residents, self._ranking.key
-        need = self._shape.blocks(request.num_tokens) - hits + residents.outstanding()
         klass = key(request).klass
-        lower = [r for r in residents.running.values() if key(r.request).klass > klass]
-        lower.sort(key=lambda r: key(r.request))
+        if not residents.slot_free and self._ranking.last_class <= klass:
+            return None
+        need = self._shape.blocks(request.num_tokens) - hits + residents.outstanding
+        lower: list[Running] = []
+        if self._ranking.last_class > klass:
+            running = residents.running.values()
+            lower += [r for r in running if key(r.request).klass > klass]
+            lower.sort(key=lambda r: key(r.request))
         victims: list[Running] = []
         while True:
             releases = [(v.slot, v.handles) for v in victims]

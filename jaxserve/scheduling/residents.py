@@ -31,6 +31,7 @@ class Residents:
         self.index = PrefixIndex(shape.num_handles)
         self.budget = Budget(shape, self.index)
         self._plan = 0  # number of the plan being built
+        self.outstanding = 0  # blocks that running requests need for their prompts
         self.weight_version = 0  # enters every key
         self.lost_blocks = 0  # full columns that were given up without a name
 
@@ -47,6 +48,16 @@ class Residents:
             root = root_key(request.cache_salt, self.weight_version)
             tokens = request.tokens(0, request.num_tokens)
             extend_keys(known, root, tokens, self._shape.block_size)
+
+    def match(self, request: Request, keys: list[bytes]) -> tuple[int, list[int]]:
+        """(columns it could adopt if all were cached, handles of those that are).
+
+        A fully cached context still computes its last token, to sample from. Extends
+        `keys`, the known ones of the request.
+        """
+        self.extend_keys(request, keys)
+        usable = keys[: (request.num_tokens - 1) // self._shape.block_size]
+        return len(usable), self.index.match(usable)
 
     def begin_plan(self) -> None:
         """Another plan is being built."""
@@ -69,10 +80,6 @@ class Residents:
         """Keys that running requests will name."""
         return len(self._producers)
 
-    def outstanding(self) -> int:
-        """Blocks that running requests still need to finish their prompts."""
-        return sum(self.needs(r) for r in self.running.values())
-
     def needs(self, running: Running) -> int:
         """Blocks that the request still needs to finish its prompt."""
         blocks = self._shape.blocks
@@ -90,6 +97,7 @@ class Residents:
             context=request.num_tokens,
             planned=cached,
             rows=cached,
+            cached=cached,
             keys=keys,
             handles=list(hits),
             placed=self._plan,
@@ -98,13 +106,19 @@ class Residents:
         plan.admit.append((slot, request))
         self.budget.count.adopt(slot, len(hits))
         self.running[request.index] = running
+        self.outstanding += self.needs(running)
         for key in keys[len(hits) :]:
             self._producers.setdefault(key, running)
         return running
 
     def resize(self, running: Running, planned: int) -> None:
         """Correct the KV rows after the launches planned so far, at most."""
-        running.planned = planned
+        if running.planned < running.context or planned < running.context:
+            needed = self.needs(running)
+            running.planned = planned
+            self.outstanding += self.needs(running) - needed
+        else:
+            running.planned = planned
         self.budget.count.resize(running.slot, planned)
 
     def place(self, running: Running, planned: int) -> None:
@@ -203,6 +217,7 @@ class Residents:
         self._free_slots.append(running.slot)
         running.released = True
         del self.running[running.request.index]
+        self.outstanding -= self.needs(running)
 
     def flush(self, plan: PlanBuilder) -> None:
         """Retire the cached blocks that `PrefixIndex.reset` forgot, K a plan."""

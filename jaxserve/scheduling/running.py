@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from jaxserve.core import Request, StepPlan
+from jaxserve.core import Event, Request, StepPlan
 
 
 @dataclasses.dataclass(slots=True)
@@ -21,6 +21,7 @@ class Running:
         the output it already had.
       planned: KV rows after every launch planned so far, at most.
       rows: KV rows after every launch read so far.
+      cached: KV rows that it found in the prefix cache.
       placed: number of the last plan that gave it a row, or took it in.
       sampling: output tokens allowed in launches not read yet.
       pending: KV rows that those launches may write.
@@ -28,6 +29,7 @@ class Running:
       handles: pinned handles of its leading columns.
       doubles: columns that stay private, since their key is live under a block that
         others use; they pin that one's handle, so that the chain stays whole.
+      complete: its answer is known, and waits for the rest of a static batch.
       released: the slot has been given back.
     """
 
@@ -36,12 +38,14 @@ class Running:
     context: int
     planned: int
     rows: int
+    cached: int
     keys: list[bytes]
     handles: list[int]
     placed: int
     doubles: set[int] = dataclasses.field(default_factory=set)
     sampling: int = 0
     pending: int = 0
+    complete: bool = False
     released: bool = False
 
     @property
@@ -57,14 +61,20 @@ class Running:
         return max(self.context, self.request.num_tokens - 1)
 
     @property
+    def over(self) -> bool:
+        """Whether it will sample no more: it ended, or all it may is planned."""
+        if self.complete or self.request.finish_reason is not None:
+            return True
+        return self.prefilled and self.tokens_left == 0
+
+    @property
     def tokens_left(self) -> int:
         """Output tokens that may still be planned."""
         output = len(self.request.output) + self.sampling
         return self.request.max_output_tokens - output
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One row of a launch."""
 
     running: Running
@@ -77,6 +87,19 @@ class Row:
         if self.prompt_tokens:
             return self.prompt_tokens + max(self.steps - 1, 0)
         return self.steps
+
+
+def progressed(
+    running: Running, time_s: float, prompt_tokens: int, output_tokens: int
+) -> Event:
+    """The event that a request got on by so many tokens."""
+    data = {
+        "index": running.request.index,
+        "slot": running.slot,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+    }
+    return Event("progressed", time_s, running.request.request_id, data)
 
 
 class Launch(NamedTuple):

@@ -7,28 +7,31 @@ policy's, what fits is the budget's, and what gives way the planner's.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.block_count import BlockCount
 from jaxserve.config import EngineConfig, EngineShape
 from jaxserve.core import Event, Request, StepOutput, TokenLogprobs
+from jaxserve.scheduling.horizon import NOTHING, Horizon, horizon
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.planner import Books, Counters, Planner
 from jaxserve.scheduling.policies import Policy, View
 from jaxserve.scheduling.ranking import Ranking
 from jaxserve.scheduling.residents import Residents
 from jaxserve.scheduling.running import Launch, Row, Running
+from jaxserve.scheduling.static_batch import StaticBatches
 
 
 class Observed(NamedTuple):
     """What reading one launch told of one request."""
 
-    request: Request
-    slot: int
+    running: Running
     prompt_tokens: int  # computed by the launch
     first_output: int  # where its new output tokens start
     stopped: bool  # its last token is a stop id
+    sampled: int  # output tokens, the first steps of the launch
+    steps: int  # of the launch
 
 
 class Scheduler:
@@ -45,11 +48,18 @@ class Scheduler:
         self._residents = Residents(shape, caching=config.enable_prefix_caching)
         self._ranking = Ranking(policy, self._view)
         self._books = Books()
-        self._unread: Counter[int] = Counter()  # launches in flight by submission index
-        self._sampling: Counter[int] = Counter()  # tokens those may sample
+        # By submission index, of those with launches in flight: how many, and how many
+        # tokens these may sample.
+        self._unread: dict[int, int] = {}
+        self._sampling: dict[int, int] = {}
         self._ended: list[Running] = []  # finished, slot not yet given back
         self._leaving: set[int] = set()  # slot given back, last output not yet read
         self._read = BlockCount(shape)  # exact, after the last launch read
+        self._static = (
+            StaticBatches(shape, self._residents, self._ranking)
+            if config.batching == "static"
+            else None
+        )
 
     @property
     def counters(self) -> Counters:
@@ -113,20 +123,32 @@ class Scheduler:
 
     def _view(self, request: Request) -> View:
         running = self._residents.running.get(request.index)
+        ended = request.finish_reason is not None
+        in_flight = 0 if ended else self._sampling.get(request.index, 0)
         return View(
             index=request.index,
             arrival_s=request.arrival_s,
             prompt_tokens=len(request.prompt),
-            output_tokens=len(request.output) + self._sampling[request.index],
+            output_tokens=len(request.output) + in_flight,
             max_output_tokens=request.max_output_tokens,
-            cached_tokens=request.num_cached_tokens,
+            cached_tokens=self._cached_tokens(request),
             running=running is not None,
             preemptions=request.preemptions,
             priority=request.priority,
             user=request.user,
             deadline_s=request.deadline_s,
             tags=request.tags,
+            text=request.text,
         )
+
+    def _cached_tokens(self, request: Request) -> int:
+        running = self._residents.running.get(request.index)
+        if running:
+            return running.cached
+        keys = self._books.keys.get(request.index)
+        if keys is None:  # it has ended, or is about to
+            return request.num_cached_tokens or 0
+        return len(self._residents.match(request, keys)[1]) * self._shape.block_size
 
     # Requests come and go -------------------------------------------------------------
 
@@ -148,9 +170,37 @@ class Scheduler:
         if running:
             self._ended.append(running)
 
+    @property
+    def listens(self) -> bool:
+        """Whether the policy takes in events."""
+        return self._ranking.listens
+
+    @property
+    def holds_answers(self) -> bool:
+        """Whether complete answers wait for the rest of their batch."""
+        return self._static is not None
+
+    def resident(self, request: Request) -> Running | None:
+        """The request's stay in a slot, if it has one, or has an answer held."""
+        held = self._static.stay(request) if self._static else None
+        return held or self._residents.running.get(request.index)
+
+    def hold(self, request: Request) -> None:
+        """The request's answer is complete; `answered` returns it when it is time."""
+        assert self._static
+        self._static.hold(request)
+
+    def answered(self) -> list[Running]:
+        """Requests whose answers were held and may be given now."""
+        return self._static.answered() if self._static else []
+
     def note(self, event: Event) -> None:
         """Show the policy an event about a request."""
         self._ranking.note(event)
+
+    def settle(self, now_s: float) -> None:
+        """Let the policy hear of the last ends, for no plan may follow."""
+        self._ranking.refresh(now_s)
 
     def take_events(self) -> list[Event]:
         """Admissions and preemptions since the last call."""
@@ -168,15 +218,10 @@ class Scheduler:
         residents = self._residents
         plan = PlanBuilder(self._shape, self._config.max_num_batched_tokens)
         residents.begin_plan()
-        for running in self._ended:
-            residents.release(plan, running)
-        self._ended.clear()
-        for running in list(residents.running.values()):
-            if running.prefilled and running.tokens_left == 0:
-                # It will have finished by max_tokens for certain when this plan runs.
-                residents.release(plan, running)
-                self._leaving.add(running.request.index)
-            else:
+        if self._static is None or self._static.over:
+            self._give_back(plan)
+        if self._config.enable_prefix_caching:
+            for running in residents.running.values():
                 residents.name_known(plan, running)
         residents.flush(plan)
         self._ranking.refresh(now_s)
@@ -189,25 +234,65 @@ class Scheduler:
             plan,
             now_s,
         )
-        rows: list[Row] = []
-        current = [running.request for running in residents.running.values()]
-        for request in self._ranking.in_order(current):
-            if plan.tokens_left == 0:
-                break
-            running, row = residents.running.get(request.index), None
-            if running:
-                row = planner.go_on(running)
-            elif planner.admitting and request.index not in self._unread:
-                row = planner.admit(request)
-            if row:
-                rows.append(row)
+        if self._static:
+            rows = self._static.fill(planner, plan, self._unread)
+        else:
+            rows = planner.fill(self._unread)
         if plan.empty:
             return None
         rows.sort(key=lambda row: row.prompt_tokens > 0)  # stable: decode rows first
         for row in rows:
-            self._unread[row.running.request.index] += 1
-            self._sampling[row.running.request.index] += row.steps
+            index = row.running.request.index
+            self._unread[index] = self._unread.get(index, 0) + 1
+            self._sampling[index] = self._sampling.get(index, 0) + row.steps
         return Launch(plan.build(self._config.seed), tuple(rows))
+
+    def horizon(self, now_s: float) -> Horizon:
+        """Launches from now that are sure to be alike, all others being read."""
+        residents, ranking, static = self._residents, self._ranking, self._static
+        if self._config.enable_prefix_caching or self._ended:
+            return NOTHING
+        ranking.refresh(now_s)
+        running = [residents.running[r.index] for r in ranking.running()]
+        if static:
+            running = list(residents.running.values())
+        if not all(r.prefilled or r.over for r in running):
+            return NOTHING
+        steps = self._shape.decode_steps
+        return horizon(
+            [Row(r, 0, 0 if r.over else steps) for r in running],
+            residents.budget,
+            ranking,
+            self._shape,
+            may_join=static is None,
+            slot_free=residents.slot_free,
+        )
+
+    def leap(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> None:
+        """Take in the launches that a simulation ran without planning them.
+
+        Args:
+          rows: of each of them. tokens: what each row sampled in all of them.
+        """
+        for row, new in zip(rows, tokens, strict=True):
+            running = row.running
+            running.request.output += new
+            running.rows += len(new)
+            self._residents.resize(running, running.planned + len(new))
+            self._read.resize(running.slot, running.planned)
+
+    def _give_back(self, plan: PlanBuilder) -> None:
+        """Release who has ended, or will have for certain when the plan runs."""
+        # Not in the order in which they ended, which says nothing of equals: rows of a
+        # launch are listed by rank, and a jump does not keep that up to date.
+        for running in sorted(self._ended, key=lambda r: r.slot):
+            self._residents.release(plan, running)
+        self._ended.clear()
+        for running in list(self._residents.running.values()):
+            if running.over:
+                self._residents.release(plan, running)
+                self._leaving.add(running.request.index)
+                self._ranking.leave(running.request)
 
     # Reading --------------------------------------------------------------------------
 
@@ -226,22 +311,25 @@ class Scheduler:
                 f"{self._read.equation()}; block ownership is broken, stop the engine"
             )
         sampled = output.ran.sum(axis=0).tolist()
+        tokens, done = output.tokens.T.tolist(), output.done.tolist()
+        steps = max(sampled, default=0)
         observed = []
         for i, row in enumerate(launch.rows):
             running, request, n = row.running, row.running.request, sampled[i]
-            self._unread[request.index] -= 1
-            self._sampling[request.index] -= row.steps
-            if not self._unread[request.index]:
+            if self._unread[request.index] > 1:
+                self._unread[request.index] -= 1
+                self._sampling[request.index] -= row.steps
+            else:
                 del self._unread[request.index], self._sampling[request.index]
             running.sampling -= row.steps
             running.pending -= row.new_rows
             running.rows += row.prompt_tokens
             running.rows += max(n - 1, 0) if row.prompt_tokens else n
-            if request.finish_reason is not None:
+            if request.finish_reason is not None or running.complete:
                 self.counters.dropped_tokens += n
                 continue
             first = len(request.output)
-            request.output += output.tokens[:n, i].tolist()
+            request.output += tokens[i][:n]
             width = request.params.logprobs
             if width is not None and output.logprobs is not None:
                 request.logprobs += _logprobs(output, i, n, width)
@@ -249,11 +337,12 @@ class Scheduler:
                 self._residents.resize(running, running.rows + running.pending)
             observed.append(
                 Observed(
-                    request,
-                    running.slot,
+                    running,
                     row.prompt_tokens,
                     first,
-                    bool(output.done[i]),
+                    done[i],
+                    n,
+                    steps,
                 )
             )
         return observed

@@ -39,7 +39,7 @@ def fickle() -> Policy:
             (view.output_tokens // 3 + view.priority) % 3,
             (-view.arrival_s if int(now_s * 40) % 2 else view.arrival_s,),
         ),
-        update=lambda state, events: (state, None),
+        update=lambda state, events, view_of: (state, None),
         until=lambda state, view, now_s: now_s,
         allow=lambda state, view: 3 - view.output_tokens % 3,
     )

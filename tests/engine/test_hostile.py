@@ -6,6 +6,7 @@ stop the engine and say so.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -43,7 +44,7 @@ def listen(served: Served, act: Callable[[Event], None]) -> None:
         served.events.append(event)
         act(event)
 
-    served.engine._on_event = on_event
+    served.engine._reports._on_event = on_event
 
 
 # Callbacks ---------------------------------------------------------------------------
@@ -171,6 +172,30 @@ def test_an_interrupted_launch_is_not_lost(
     served.finish()
     assert served.tokens("a") == direct(A, 5) and served.reason("a") == "length"
     assert served.tokens("b") == direct(B, 6) and served.reason("b") == "length"
+
+
+@pytest.mark.parametrize("launches", [1, 2])
+def test_interrupts_leave_no_more_launches_in_flight(launches: int) -> None:
+    """Before it plans, the engine has read all but as many as it may have unread."""
+    served = Served(config(launches_in_flight=launches))
+    real, calls = served.recorder.inner.result, 0
+
+    def interrupted(ticket):
+        nonlocal calls
+        calls += 1
+        if calls in (2, 4, 6):
+            raise KeyboardInterrupt
+        return real(ticket)
+
+    served.recorder.inner.result = interrupted
+    served.add("a", A, 12)
+    unread = []
+    while served.engine.has_unfinished_requests():
+        with contextlib.suppress(KeyboardInterrupt):
+            served.step()
+        unread.append(len(served.recorder.plans) - len(served.recorder.outputs))
+    assert max(unread) <= launches and calls > 6
+    assert served.tokens("a") == direct(A, 12)
 
 
 def test_an_error_while_planning_stops_the_engine_and_says_so() -> None:

@@ -31,11 +31,11 @@ FACTORS = {
 }
 
 
-def product() -> list[dict]:
+def product(factors: dict = FACTORS) -> list[dict]:
     """Every combination of the factors."""
     return [
-        dict(zip(FACTORS, values, strict=True))
-        for values in itertools.product(*FACTORS.values())
+        dict(zip(factors, values, strict=True))
+        for values in itertools.product(*factors.values())
     ]
 
 
@@ -44,9 +44,9 @@ def pairs(combination: dict) -> set:
     return set(itertools.combinations(sorted(combination.items(), key=str), 2))
 
 
-def pairwise() -> list[dict]:
+def pairwise(factors: dict = FACTORS) -> list[dict]:
     """Few combinations in which every two values of two factors meet (greedy cover)."""
-    rest = product()
+    rest = product(factors)
     uncovered = set().union(*map(pairs, rest))
     chosen = []
     while uncovered:

@@ -99,3 +99,49 @@ def test_a_third_of_the_memory_one_step_a_launch(llm: LLM) -> None:
     outputs = tight.generate(prompts, PARAMS, use_tqdm=False)
     assert tight.stats()["preemptions"] > 0
     check(outputs, range(16))
+
+
+SCHEDULES = {
+    "static batches": {"batching": "static"},
+    "mlfq": {"scheduling_policy": "mlfq(quanta=(8, 16))", "tight": True},
+    "srpt, prompts apart": {
+        "scheduling_policy": "srpt(history(window=4), preempt_until=1.0)",
+        "prefill": "prefill_first",
+        "tight": True,
+    },
+    "ageing priorities, decodes first": {
+        "scheduling_policy": "priority(aging_s=1.0)",
+        "prefill": "decode_first",
+        "max_chunk_tokens": 32,
+        "tight": True,
+    },
+    "fair share, two launches in flight": {
+        "scheduling_policy": "fair_share",
+        "launches_in_flight": 2,
+        "tight": True,
+    },
+    "sjf by the prompt, bounded": {
+        "scheduling_policy": "bounded_wait(sjf(prompt_signals), 3)",
+        "enable_prefix_caching": False,
+        "launches_in_flight": 3,
+        "tight": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_gives_the_same_answers(name: str) -> None:
+    prompts, _, _ = reference()
+    options = dict(SCHEDULES[name])
+    need = sum(-(-(len(prompt) + TOKENS - 1) // 16) for prompt in prompts)
+    tight = options.pop("tight", False)
+    llm = make_llm(num_blocks=need // 3 if tight else 256, **options)
+    outputs = llm.generate(
+        prompts,
+        PARAMS,
+        use_tqdm=False,
+        priority=[i % 3 for i in range(16)],
+        user=["ann" if i % 4 else "bob" for i in range(16)],
+    )
+    assert (llm.stats()["preemptions"] > 0) == tight
+    check(outputs, range(16))

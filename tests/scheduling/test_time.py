@@ -21,7 +21,7 @@ from tests.engine.harness import (
     sim_executor,
     truths,
 )
-from tests.serving import Job, direct
+from tests.serving import Job, direct, greedy
 
 
 @pytest.mark.parametrize("launches", [1, 2, 3])
@@ -151,7 +151,7 @@ def test_a_policy_hears_whole_lives_of_requests_and_nothing_else() -> None:
     """First that it arrived, last that it finished: so a map by index can be exact."""
     heard: list = []
 
-    def update(state, events):
+    def update(state, events, view_of):
         for e in events:
             if e.kind == "arrived":
                 assert e.data["index"] not in state
@@ -192,7 +192,9 @@ def test_a_view_counts_what_is_in_flight_also_of_the_preempted(launches: int) ->
         seen.setdefault(view.index, []).append((view.output_tokens, view.running))
         return view.priority, (view.arrival_s,)
 
-    policy = fcfs()._replace(rank=rank, update=lambda state, events: (state, None))
+    policy = fcfs()._replace(
+        rank=rank, update=lambda state, events, view_of: (state, None)
+    )
     served = Served(
         config(4, launches, 1, num_blocks=40, max_num_seqs=1), policy=policy
     )
@@ -204,3 +206,20 @@ def test_a_view_counts_what_is_in_flight_also_of_the_preempted(launches: int) ->
     counts = [count for count, _ in seen[0]]
     assert counts == sorted(counts), "a token was counted, and then not"
     assert counts[-1] >= 11
+
+
+def test_a_view_has_the_text_and_what_the_cache_holds_now() -> None:
+    seen: dict[int, set[tuple[str | None, int, bool]]] = {}
+
+    def rank(state, view, now_s):
+        note = (view.text, view.cached_tokens, view.running)
+        seen.setdefault(view.index, set()).add(note)
+        return 0, (view.arrival_s, view.index)
+
+    policy = fcfs()._replace(rank=rank, until=lambda state, view, now_s: now_s)
+    served = Served(config(4, 1, 1, num_blocks=40, max_num_seqs=1), policy=policy)
+    served.engine.add_request("a", [1] * 9, greedy(4), prompt="briefly")
+    served.add("b", [1] * 9, 1)  # waits while a's two full blocks get their names
+    served.finish()
+    assert seen[0] == {("briefly", 0, False), ("briefly", 0, True)}
+    assert seen[1] == {(None, 0, False), (None, 8, False)}
