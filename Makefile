@@ -35,5 +35,5 @@ format: setup ## Rewrite the code in the house style
 	$(BIN)/ruff format .
 
 clean: ## Remove .venv, caches and build products
-	rm -rf .venv .cache .hypothesis .pytest_cache .ruff_cache build demo dist *.egg-info
+	rm -rf .venv .cache .hypothesis .pytest_cache .ruff_cache build demo dist results sweep static_vs_continuous *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,6 +30,9 @@ from experiments import (
 from experiments.sweep_runs import Run
 from jaxserve.scheduling.policies import split_specs
 
+FEW = 10
+"""Requests a slot under which saturation is not a steady rate."""
+
 flags.adopt_module_key_flags(sweep_flags)  # so that --helpshort lists them
 _POLICIES = flags.DEFINE_string(
     "policies", "fcfs,sjf:oracle,mlfq", "Specs; the others are compared to the first."
@@ -96,6 +99,8 @@ def main(argv: list[str]) -> None:
         f"saturation {rate_rps:.3g} requests/s, "
         f"{base.engine.max_num_seqs} slots, {base.executor}"
     )
+    if base.n < FEW * base.engine.max_num_seqs:
+        title += f"; loads are rough, for n is under {FEW} times the slots"
     tables = sweep_report.text(done, title=title)
     (path.parent / "tables.txt").write_text(tables + "\n", encoding="utf-8")
     sweep_picture.draw(done, title=title, path=path.parent / "sweep.png")

@@ -55,7 +55,7 @@ def draw(results: Results, *, title: str, path: Path) -> None:
     figure.suptitle(title)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(len(labels), 5)
+        handles, labels, loc="outside lower center", ncols=min(len(labels), 3)
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -5,6 +5,7 @@ Owns which runs are made and compared. Never says what a good order is.
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -101,6 +102,12 @@ def check_policy(
         if isinstance(policy, Policy) or not callable(policy):
             check_is_policy("policy", policy)
             return policy
+        needed = inspect.signature(policy).parameters.values()
+        if not any(p.default is p.empty and p.kind != p.VAR_POSITIONAL for p in needed):
+            raise ValueError(
+                f"policy={policy!r} must be a Policy: call the function that makes it, "
+                "or give one that takes the true output lengths"
+            )
         found = policy(lengths)
         check_is_policy("policy(lengths)", found)
         return found

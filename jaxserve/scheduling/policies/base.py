@@ -75,6 +75,8 @@ def check_is_policy(field: str, value: object) -> None:
     """
     if not isinstance(value, Policy):
         hint = "call the function that makes it" if callable(value) else "as fcfs() is"
+        if isinstance(value, str):
+            hint = f"get_policy({value!r}) makes one of a spec"
         raise ValueError(f"{field}={value!r} must be a Policy; {hint}")
 
 

@@ -274,7 +274,9 @@ ONE = EngineConfig(num_blocks=1, max_model_len=16)
             lambda: check_policy(lambda lengths: 3),
             "policy.lengths.=3 must be",
         ),
-        (lambda: check_policy("fcfs"), "policy='fcfs' must be a Policy"),
+        (lambda: check_policy("fcfs"), "policy='fcfs' must be a Policy; get_policy"),
+        (lambda: check_policy(mlfq), "policy=.* must be a Policy: call the function"),
+        (lambda: check_policy(chain), "policy=.* must be a Policy: call the function"),
         (lambda: LLM("/nope", scheduling_policy=fcfs), "scheduling_policy=.* Policy"),
     ],
 )
