@@ -76,10 +76,6 @@ class LLM:
         on_event: Callable[[Event], None] | None = None,
         **engine_options: Any,
     ):
-        policy = scheduling_policy
-        if isinstance(policy, str):
-            policy = get_policy(policy)
-        check_is_policy("scheduling_policy", policy)
         _keep_compiled_programs()
         if dtype == "bfloat16" and not runs_bfloat16():
             warnings.warn(
@@ -87,6 +83,10 @@ class LLM:
                 "float32; pass dtype='float32', or use JAX 0.11 (Python 3.12) or later",
                 stacklevel=2,
             )
+        policy = scheduling_policy
+        if isinstance(policy, str):
+            policy = get_policy(policy)
+        check_is_policy("scheduling_policy", policy)
         config = EngineConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,

@@ -277,7 +277,10 @@ ONE = EngineConfig(num_blocks=1, max_model_len=16)
         (lambda: check_policy("fcfs"), "policy='fcfs' must be a Policy; get_policy"),
         (lambda: check_policy(mlfq), "policy=.* must be a Policy: call the function"),
         (lambda: check_policy(chain), "policy=.* must be a Policy: call the function"),
-        (lambda: LLM("/nope", scheduling_policy=fcfs), "scheduling_policy=.* Policy"),
+        (
+            lambda: LLM("/nope", dtype="float32", scheduling_policy=fcfs),
+            "scheduling_policy=.* must be a Policy",
+        ),
     ],
 )
 def test_what_is_no_policy_is_refused_at_once(make, message: str) -> None:
