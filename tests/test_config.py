@@ -60,9 +60,10 @@ REFUSED = [
 ]
 
 
-def test_a_static_batch_has_no_prefill_mode() -> None:
-    with pytest.raises(ValueError, match="prefill='decode_first' must be 'chunked'"):
-        EngineConfig(batching="static", prefill="decode_first")
+@pytest.mark.parametrize("prefill", ["prefill_first", "decode_first"])
+def test_a_static_batch_has_no_prefill_mode(prefill) -> None:
+    with pytest.raises(ValueError, match=f"prefill='{prefill}' must be 'chunked'"):
+        EngineConfig(batching="static", prefill=prefill)
 
 
 def test_every_field_is_in_the_tables() -> None:

@@ -11,16 +11,14 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-from jaxserve import EngineConfig
 from jaxserve.executors.sim_executor import Truth
 from jaxserve.scheduling.policies import POLICIES, get_policy
 from tests import serving
 from tests.engine import test_invariance
 from tests.engine.test_invariance import BASE, EOS, pairs
-from tests.engine.test_same_plans import COST, comparable
+from tests.engine.test_same_plans import COST, check_alike
 
 SPECS = (
     "fcfs",
@@ -166,17 +164,4 @@ SAME_PLANS = [  # each policy once, in some order of the other switches
 def test_both_executors_get_the_same_plans(combination: dict) -> None:
     real = run(combination, seed=1)
     simulated = run(combination, seed=1, simulate=True)
-    assert serving.same_plans(real.recorder.plans, simulated.recorder.plans)
-    pairs = zip(real.recorder.outputs, simulated.recorder.outputs, strict=True)
-    for one, two in pairs:
-        assert np.array_equal(one.tokens, two.tokens)
-        assert np.array_equal(one.ran, two.ran)
-        assert np.array_equal(one.done, two.done)
-        assert one.num_free == two.num_free
-    assert comparable(real.events) == comparable(simulated.events)
-
-
-def test_static_batching_refuses_other_prefill_modes() -> None:
-    for mode in ("prefill_first", "decode_first"):
-        with pytest.raises(ValueError, match="prefill="):
-            EngineConfig(batching="static", prefill=mode)
+    check_alike(real, simulated)

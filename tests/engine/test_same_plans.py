@@ -25,10 +25,8 @@ def comparable(events: list) -> list:
     ]
 
 
-def compare(jobs: list, config: EngineConfig) -> tuple:
-    """Drive both executors; the runs, after checking that they do not differ."""
-    real = serving.drive(jobs, config, eos=EOS, cost=COST)
-    simulated = serving.drive(jobs, config, eos=EOS, cost=COST, simulate=True)
+def check_alike(real: serving.Run, simulated: serving.Run) -> None:
+    """Equal plans, outputs and events on both executors."""
     assert serving.same_plans(real.recorder.plans, simulated.recorder.plans)
     pairs = zip(real.recorder.outputs, simulated.recorder.outputs, strict=True)
     for one, two in pairs:
@@ -37,6 +35,13 @@ def compare(jobs: list, config: EngineConfig) -> tuple:
         assert np.array_equal(one.done, two.done)
         assert one.num_free == two.num_free
     assert comparable(real.events) == comparable(simulated.events)
+
+
+def compare(jobs: list, config: EngineConfig) -> tuple:
+    """Drive both executors; the runs, after checking that they do not differ."""
+    real = serving.drive(jobs, config, eos=EOS, cost=COST)
+    simulated = serving.drive(jobs, config, eos=EOS, cost=COST, simulate=True)
+    check_alike(real, simulated)
     return real, simulated
 
 
