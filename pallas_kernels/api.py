@@ -14,12 +14,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import reference, xla
+from pallas_kernels import cpu, reference, rotary, xla
 
 Implementation = Callable[..., jax.Array]
 """`paged_attention` without the name; NotImplementedError: not for these arguments."""
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpu": cpu.paged_attention,
     "xla": xla.paged_attention,
     "reference": reference.paged_attention,
 }
@@ -37,6 +38,7 @@ def paged_attention(
     num_decode: jax.Array | int,  # i32[] rows of exactly one token; they come first
     *,
     scale: float,
+    window: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array:  # [T, Hq, D], dtype of q
     """Causal attention of a ragged batch: decode rows first, then prompt chunks.
@@ -55,6 +57,8 @@ def paged_attention(
       num_decode: a Python int says that the number is known when the program is traced;
         where it is R, an implementation may leave out its code for chunks.
       scale: factor on the logits, usually D**-0.5.
+      window: a token attends to this many positions at most, its own the last; None: to
+        all.
       implementation: a name in `IMPLEMENTATIONS`; None takes the first that accepts the
         arguments.
 
@@ -63,17 +67,17 @@ def paged_attention(
       NotImplementedError: the named implementation does not take these arguments.
       ExceptionGroup: none takes them; it holds the reason of each.
     """
-    _check(q, pages, table, kv_lens, cu_q_lens, num_decode)
+    _check(q, pages, table, kv_lens, cu_q_lens, num_decode, window)
     arguments = (q, pages, table, kv_lens, cu_q_lens, num_decode)
     if implementation is not None:
         if implementation not in IMPLEMENTATIONS:
             known = ", ".join(map(repr, IMPLEMENTATIONS))
             raise ValueError(f"{implementation=} is unknown; known are {known}")
-        return IMPLEMENTATIONS[implementation](*arguments, scale=scale)
+        return IMPLEMENTATIONS[implementation](*arguments, scale=scale, window=window)
     errors: list[Exception] = []
     for name, attend in IMPLEMENTATIONS.items():
         try:
-            return attend(*arguments, scale=scale)
+            return attend(*arguments, scale=scale, window=window)
         except NotImplementedError as error:
             error.add_note(f"from implementation {name!r}")
             errors.append(error)
@@ -96,6 +100,49 @@ def write_kv(
     return pages.at[page_ids, offsets].set(rows, mode="drop")
 
 
+def rotary_attention(
+    qkv: jax.Array,  # f32[T, Hq + 2 Hkv, D] queries, then keys, then values
+    cos: jax.Array,  # f32[T, D / 2]
+    sin: jax.Array,  # f32[T, D / 2]
+    pages: jax.Array,  # [NP, B, Hkv, 2, D] f32 or bf16
+    page_ids: jax.Array,  # i32[T]; NP or more writes nothing
+    offsets: jax.Array,  # i32[T] in [0, B)
+    table: jax.Array,  # i32[R, M]
+    kv_lens: jax.Array,  # i32[R]
+    cu_q_lens: jax.Array,  # i32[R + 1]
+    num_decode: jax.Array | int,  # i32[]
+    *,
+    scale: float,
+    window: int | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:  # [T, Hq, D] of the pages' dtype, pages
+    """Rotate queries and keys, write the batch's KV, and attend: a layer's attention.
+
+    `rotary.rotate`, `write_kv` and `paged_attention` in one, for the implementations
+    that gain by it; the arguments and errors are theirs.
+    """
+    rest = (table, kv_lens, cu_q_lens, num_decode)
+    options = {"scale": scale, "window": window}
+    kv_heads = pages.shape[2]
+    heads = qkv.shape[1] - 2 * kv_heads
+    _check(qkv[:, :heads], pages, *rest, window)
+    if implementation in (None, "cpu"):
+        try:
+            return cpu.rotary_attention(
+                qkv, cos, sin, pages, page_ids, offsets, *rest, **options
+            )
+        except NotImplementedError:
+            if implementation is not None:
+                raise
+    q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=1)
+    q, k = rotary.rotate(q, cos, sin), rotary.rotate(k, cos, sin)
+    pages = write_kv(pages, k, v, page_ids, offsets)
+    out = paged_attention(
+        q.astype(pages.dtype), pages, *rest, **options, implementation=implementation
+    )
+    return out, pages
+
+
 def _check(
     q: jax.Array,
     pages: jax.Array,
@@ -103,7 +150,10 @@ def _check(
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
     num_decode: jax.Array | int,
+    window: int | None,
 ) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"{window=} must be at least 1: a token sees itself; or None")
     for name, array, axes in (
         ("q", q, "[T, Hq, D]"),
         ("pages", pages, "[NP, B, Hkv, 2, D]"),

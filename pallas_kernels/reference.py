@@ -21,6 +21,7 @@ def paged_attention(
     | int,  # i32[]; not needed: a decode row is a chunk of one token
     *,
     scale: float,
+    window: int | None = None,
 ) -> jax.Array:  # [T, Hq, D]
     """See `pallas_kernels.api.paged_attention`."""
     del num_decode
@@ -43,6 +44,8 @@ def paged_attention(
         q_pos = kv_len - stop + token  # the row's last token is at kv_len - 1
         own = (token >= start) & (token < stop) & (kv_len > 0)
         seen = kv_pos[None, :] <= q_pos[:, None]
+        if window is not None:
+            seen &= kv_pos[None, :] > q_pos[:, None] - window
         weights = jax.nn.softmax(
             jnp.where(seen[:, None, :], logits, -jnp.inf),
             axis=-1,

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from jaxserve.models import layers, rope
 from jaxserve.models.base import Batch, Pages, Params
-from pallas_kernels.api import paged_attention, write_kv
+from pallas_kernels import rotary_attention
+from pallas_kernels.packed import Packed, pack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,25 @@ class Decoder:
         shape = (c.num_layers * num_blocks, block_size, c.num_kv_heads, 2, c.head_dim)
         return {"kv": jax.ShapeDtypeStruct(shape, jnp.dtype(c.dtype))}
 
+    def prepare(self, params: Params) -> Params:
+        """The weights as this machine's kernels read them, where it has kernels.
+
+        `forward` takes both layouts; they hold the same numbers in the same memory. Costs
+        O(weights) once, and each weight is there twice while it is converted.
+        """
+        stacks = params["layers"]
+        prepared = {
+            **params,
+            "layers": {
+                **stacks,
+                **{name: _pack(stacks[name]) for name in ("qkv", "output", "down")},
+                "gate_up": _pack(stacks["gate_up"], gated=True),
+            },
+        }
+        head = "embed" if self.config.tied else "head"
+        prepared[head] = _pack_head(params[head])
+        return prepared
+
     def forward(
         self, params: Params, pages: Pages, batch: Batch
     ) -> tuple[jax.Array, Pages]:
@@ -114,15 +134,14 @@ class Decoder:
         )
 
         def layer(
-            carry: tuple[jax.Array, jax.Array], scanned: tuple[Params, jax.Array]
+            carry: tuple[jax.Array, jax.Array], index: jax.Array
         ) -> tuple[tuple[jax.Array, jax.Array], None]:
-            weights, first_page = scanned
-            return _layer(c, weights, *carry, first_page, batch, shared), None
+            return _layer(c, params["layers"], index, *carry, batch, shared), None
 
-        x = params["embed"][batch.tokens].astype(jnp.float32)
+        x = layers.embed(batch.tokens, params["embed"])
         # The pages are carried: as scanned inputs and outputs they would be copied.
-        first_pages = jnp.arange(c.num_layers, dtype=jnp.int32) * num_blocks
-        (x, kv), _ = jax.lax.scan(layer, (x, kv), (params["layers"], first_pages))
+        indices = jnp.arange(c.num_layers, dtype=jnp.int32)
+        (x, kv), _ = jax.lax.scan(layer, (x, kv), indices)
         x = layers.rms_norm(x[batch.logit_index], params["norm"], c.norm_epsilon)
         head = params["embed"] if c.tied else params["head"]
         return layers.project_to_vocab(x, head), {"kv": kv}
@@ -140,35 +159,54 @@ class _Shared(NamedTuple):
 def _layer(
     c: DecoderConfig,
     weights: Params,
+    index: jax.Array,
     x: jax.Array,
     kv: jax.Array,
-    first_page: jax.Array,
     batch: Batch,
     shared: _Shared,
 ) -> tuple[jax.Array, jax.Array]:
-    """One layer: f32[T, d] and pages in, both out; its pages start at first_page."""
+    """Layer number `index`: f32[T, d] and pages in, both out."""
     tokens = x.shape[0]
     num_blocks = kv.shape[0] // c.num_layers
-    normed = layers.rms_norm(x, weights["attention_norm"], c.norm_epsilon)
-    qkv = layers.linear(normed, weights["qkv"])
-    qkv = qkv.reshape(tokens, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-    q, k, v = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=1)
-    q = rope.rotate(q, shared.cos, shared.sin)
-    k = rope.rotate(k, shared.cos, shared.sin)
+    first_page = index * num_blocks
+    normed = layers.rms_norm(x, weights["attention_norm"][index], c.norm_epsilon)
+    qkv = layers.linear(normed, weights["qkv"], index)
     # Write none must lie past the last page of all, not of this layer.
     page = jnp.where(
         batch.write_block < num_blocks, batch.write_block + first_page, kv.shape[0]
     )
-    kv = write_kv(kv, k, v, page, shared.offset)
-    attended = paged_attention(
-        q.astype(kv.dtype),
+    attended, kv = rotary_attention(
+        qkv.reshape(tokens, c.num_heads + 2 * c.num_kv_heads, c.head_dim),
+        shared.cos,
+        shared.sin,
         kv,
+        page,
+        shared.offset,
         shared.table + first_page,
         batch.kv_lens,
         batch.cu_q_lens,
         batch.num_decode,
         scale=c.head_dim**-0.5,
     )
-    x = x + layers.linear(attended.reshape(tokens, -1), weights["output"])
-    normed = layers.rms_norm(x, weights["mlp_norm"], c.norm_epsilon)
-    return x + layers.gated_mlp(normed, weights["gate_up"], weights["down"]), kv
+    attended = attended.reshape(tokens, -1)
+    x = layers.add_linear(x, attended, weights["output"], index)
+    normed = layers.rms_norm(x, weights["mlp_norm"][index], c.norm_epsilon)
+    gated = layers.gated_linear(normed, weights["gate_up"], index)
+    return layers.add_linear(x, gated, weights["down"], index), kv
+
+
+def _pack(weight: layers.Weight, *, gated: bool = False) -> layers.Weight:
+    if isinstance(weight, Packed):
+        return weight
+    try:
+        return pack(weight, gated=gated)
+    except NotImplementedError:
+        return weight
+
+
+def _pack_head(embedding: layers.Weight) -> layers.Weight:
+    """The head [V, d] as the weights [1, d, V] of a linear layer."""
+    if isinstance(embedding, Packed):
+        return embedding
+    packed = _pack(embedding.T[None])
+    return packed if isinstance(packed, Packed) else embedding

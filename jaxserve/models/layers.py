@@ -1,4 +1,4 @@
-"""The arithmetic that decoder layers share: linear, RMS norm, gated MLP.
+"""The arithmetic that decoder layers share: linear, gated linear, RMS norm, embedding.
 
 Owns precision: activations and the residual are float32; a matmul takes both operands
 in the weight's dtype and accumulates in float32. Never sees a cache or a config.
@@ -9,17 +9,55 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """f32[T, K] times weight[K, N] -> f32[T, N]."""
-    return _dot(x, weight, weight_axis=0)
+from pallas_kernels import packed
+from pallas_kernels.packed import Packed
 
 
-def project_to_vocab(x: jax.Array, embedding: jax.Array) -> jax.Array:
+Weight = jax.Array | Packed
+"""A stack of matrices [L, K, N], as it is or packed for this machine's kernels."""
+
+
+def linear(x: jax.Array, weight: Weight, layer: jax.Array) -> jax.Array:
+    """f32[T, K] times layer i32[] of the weights [L, K, N] -> f32[T, N]."""
+    if isinstance(weight, Packed):
+        return packed.linear(x, weight, layer)
+    return _dot(x, weight[layer], weight_axis=0)
+
+
+def add_linear(
+    y: jax.Array, x: jax.Array, weight: Weight, layer: jax.Array
+) -> jax.Array:
+    """f32[T, N] plus f32[T, K] times layer i32[] of [L, K, N] -> f32[T, N]."""
+    if isinstance(weight, Packed):
+        return packed.add_linear(y, x, weight, layer)
+    return y + _dot(x, weight[layer], weight_axis=0)
+
+
+def gated_linear(x: jax.Array, weight: Weight, layer: jax.Array) -> jax.Array:
+    """The first half of SwiGLU (Shazeer 2020): f32[T, d] -> [T, F].
+
+    `weight` is [L, d, 2F], gate first.
+    """
+    if isinstance(weight, Packed):
+        return packed.gated_linear(x, weight, layer)
+    gate, up = jnp.split(linear(x, weight, layer), 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def embed(tokens: jax.Array, embedding: Weight) -> jax.Array:
+    """f32[T, d]: rows i32[T] of the embedding [V, d], or of its packed transpose."""
+    if isinstance(embedding, Packed):
+        return embedding.rows(tokens).astype(jnp.float32)
+    return embedding[tokens].astype(jnp.float32)
+
+
+def project_to_vocab(x: jax.Array, embedding: Weight) -> jax.Array:
     """f32[R, d] times the transpose of embedding[V, d] -> f32[R, V].
 
     The head lies as the embedding does, so that tied models keep one copy.
     """
+    if isinstance(embedding, Packed):
+        return packed.linear(x, embedding, 0)
     rows = x.shape[0]
     # On a CPU one row alone takes a path that is ten times slower than two rows.
     x = jnp.pad(x, ((0, max(0, 2 - rows)), (0, 0)))
@@ -44,8 +82,3 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(mean_square + jnp.float32(epsilon)) * weight[None, :]
 
-
-def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """SwiGLU (Shazeer 2020): f32[T, d] -> f32[T, d]; gate_up is [d, 2F], gate first."""
-    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, down)

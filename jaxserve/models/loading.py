@@ -48,4 +48,5 @@ def load(
     if tokenizer is not None:
         eos_ids = tuple(sorted({*config.eos_ids, *tokenizer.eos_ids}))
         config = dataclasses.replace(config, eos_ids=eos_ids)
-    return Decoder(config), load_params(config, source), tokenizer
+    decoder = Decoder(config)
+    return decoder, decoder.prepare(load_params(config, source)), tokenizer

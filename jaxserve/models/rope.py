@@ -1,7 +1,7 @@
-"""Rotary position embedding: the frequencies a checkpoint means, and how q and k turn.
+"""Rotary position embedding: the frequencies a checkpoint means, and their angles.
 
-Owns the arithmetic of RoPE (Su et al. 2021) and of the Llama 3 frequency scaling. Never
-sees a layer or a cache: a decoder holds the finished table of frequencies.
+Owns the frequencies of RoPE (Su et al. 2021) and the Llama 3 scaling. Never sees a
+query, a key or a cache: a decoder holds the finished table of frequencies.
 """
 
 from __future__ import annotations
@@ -60,12 +60,3 @@ def angles(
     freq = jnp.asarray(frequencies, jnp.float32)
     theta = positions.astype(jnp.float32)[:, None] * freq[None, :]
     return jnp.cos(theta), jnp.sin(theta)
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn f32[T, H, D] by the angles f32[T, D/2]; pair i is (x[i], x[i + D/2])."""
-    first, second = jnp.split(x, 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    )

@@ -28,6 +28,7 @@ def paged_attention(
     num_decode: jax.Array | int,  # i32[]
     *,
     scale: float,
+    window: int | None = None,
 ) -> jax.Array:  # [T, Hq, D]
     """See `pallas_kernels.api.paged_attention`."""
     num_tokens, query_heads, head_size = q.shape
@@ -41,12 +42,12 @@ def paged_attention(
 
     # Token r of a decode row is row r; what is no decode row comes out zero.
     decoded = attend_decode(
-        _resize(queries, rows), pool, table, jnp.where(is_decode, kv_lens, 0)
+        _resize(queries, rows), pool, table, jnp.where(is_decode, kv_lens, 0), window
     )
     out = _resize(decoded, num_tokens)
     if not (isinstance(num_decode, int) and num_decode == rows):
         q_lens = jnp.where(is_decode, 0, jnp.diff(cu_q_lens))
-        out = attend_chunks(out, queries, pool, table, kv_lens, cu_q_lens[:-1], q_lens)
+        out = attend_chunks(out, queries, pool, table, kv_lens, cu_q_lens[:-1], q_lens, window)
     return out.reshape(num_tokens, query_heads, head_size).astype(q.dtype)
 
 

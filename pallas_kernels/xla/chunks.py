@@ -21,6 +21,7 @@ def attend_chunks(
     kv_lens: jax.Array,  # i32[R]
     starts: jax.Array,  # i32[R] first token of each row
     q_lens: jax.Array,  # i32[R] tokens of each row; 0 = nothing to do
+    window: int | None,
 ) -> jax.Array:  # out, with the tokens of these rows replaced
     """Causal attention; the last query of a row sees all its KV."""
     num_tokens, kv_heads, groups, head_size = queries.shape
@@ -53,12 +54,19 @@ def attend_chunks(
             kv, _ = walk.load(pool, table, row, jnp.full(lanes, j), end)
             position = j * kv.shape[2] + jnp.arange(kv.shape[2])
             seen = position[None, None, :] <= q_position[:, :, None]
+            if window is not None:
+                seen &= position[None, None, :] > q_position[:, :, None] - window
             k, v = kv[..., :head_size], kv[..., head_size:]
             return walk.update(state, x, k, v, seen[:, None])
 
-        steps = -(-jnp.max(end) // walk.positions_per_step(pool))
+        per_step = walk.positions_per_step(pool)
+        steps = -(-jnp.max(end) // per_step)
+        begin = 0
+        if window is not None:
+            first_seen = jnp.where(count > 0, end - count + 1 - window, jnp.max(end))
+            begin = jnp.maximum(jnp.min(first_seen), 0) // per_step
         state = walk.empty(lanes, kv_heads, size * groups, head_size)
-        values = walk.finish(lax.fori_loop(0, steps, step, state))
+        values = walk.finish(lax.fori_loop(begin, steps, step, state))
         values = values.reshape(lanes, kv_heads, size, groups, head_size)
         return out.at[token, head].set(values, mode="drop")
 

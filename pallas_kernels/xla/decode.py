@@ -17,11 +17,17 @@ def attend_decode(
     pool: jax.Array,  # [NP, B, Hkv, 2D]
     table: jax.Array,  # i32[R, M]
     kv_lens: jax.Array,  # i32[R]; 0 = nothing to do
+    window: int | None,
 ) -> jax.Array:  # f32[R, Hkv, G, D]; zero where there was nothing to do
     """Lanes walk row after row; a row's KV is walked by one lane, in order."""
     rows, _, _, head_size = queries.shape
-    skip, state = attend_shared(queries, pool, table, kv_lens)
-    steps = -(-kv_lens // walk.positions_per_step(pool)) - skip  # i32[R]
+    size = walk.positions_per_step(pool)
+    if window is None:
+        skip, state = attend_shared(queries, pool, table, kv_lens)
+    else:
+        skip = jnp.maximum(kv_lens - window, 0) // size
+        state = walk.empty(rows, *queries.shape[1:])
+    steps = -(-kv_lens // size) - skip  # i32[R]
     lanes = min(walk.max_lanes(pool, _LANES), max(1, rows // 2))
 
     # Longest rows first, dealt to and fro: each lane gets about the same work.
@@ -43,7 +49,11 @@ def attend_decode(
         row = deals.at[deal, jnp.arange(lanes)].get(mode="fill", fill_value=rows)
         start = jnp.max(jnp.where(ends <= i, ends, 0), axis=0)  # i at the row's first
         at = walk.take(skip, row) + i - start
-        kv, valid = walk.load(pool, table, row, at, walk.take(kv_lens, row))
+        kv_len = walk.take(kv_lens, row)
+        kv, valid = walk.load(pool, table, row, at, kv_len)
+        if window is not None:
+            position = at[:, None] * size + jnp.arange(size)[None, :]
+            valid &= position >= kv_len[:, None] - window
         old = walk.Softmax(*(walk.take(x, row) for x in state))
         x = walk.take(queries, row)
         new = walk.update(old, x, kv, kv, valid[:, None, None, :])

@@ -1,0 +1,100 @@
+"""The kernels as JAX sees them: operands in, FFI calls, results out."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cpu import attention, linear
+from pallas_kernels.cpu.kinds import FLOATS, PAIRS, Kind
+
+I32 = jnp.int32
+_EVERYTHING = 2**30  # a window that no context fills
+
+
+def kind_of(dtype: jax.typing.DTypeLike) -> Kind:
+    """What a word of such an array is."""
+    return PAIRS if jnp.dtype(dtype) == jnp.bfloat16 else FLOATS
+
+
+def attend(q, pages, table, kv_lens, cu_q_lens, *, scale, window, checked):
+    """Attention of queries [T, Hq, D] of the pages' dtype; as `paged_attention`."""
+    tokens, heads, _ = q.shape
+    tiles = _tiles(tokens, heads // pages.shape[2], table.shape[0])
+    call = jax.ffi.ffi_call(
+        attention.target(kind_of(pages.dtype)),
+        (jax.ShapeDtypeStruct(q.shape, pages.dtype), tiles),
+    )
+    return call(
+        q, pages, *_rows(table, kv_lens, cu_q_lens), *_options(scale, window, checked)
+    )[0]
+
+
+def write_and_attend(
+    qkv,
+    cos,
+    sin,
+    pages,
+    page_ids,
+    offsets,
+    table,
+    kv_lens,
+    cu_q_lens,
+    *,
+    scale,
+    window,
+    checked,
+):
+    """As `rotary_attention`; the pages are written in place where XLA can."""
+    tokens, heads, head = qkv.shape
+    kv_heads = pages.shape[2]
+    queries = jax.ShapeDtypeStruct((tokens, heads - 2 * kv_heads, head), pages.dtype)
+    tiles = _tiles(tokens, heads // kv_heads - 2, table.shape[0])
+    call = jax.ffi.ffi_call(
+        attention.target(kind_of(pages.dtype)),
+        (queries, tiles, jax.ShapeDtypeStruct(pages.shape, pages.dtype), queries),
+        input_output_aliases={1: 2},
+    )
+    out, _, pages, _ = call(
+        qkv,
+        pages,
+        *_rows(table, kv_lens, cu_q_lens),
+        *_options(scale, window, checked),
+        cos,
+        sin,
+        page_ids.astype(I32),
+        offsets.astype(I32),
+    )
+    return out, pages
+
+
+def multiply(x, words, layer, mode, residual=None):
+    """f32[T, N] = x[T, K] times layer `layer` of packed words, or as `mode` says."""
+    kind = PAIRS if words.ndim == 5 else FLOATS
+    dtype = jnp.dtype(jnp.bfloat16 if kind is PAIRS else jnp.float32)
+    columns = words.shape[1] * linear.PANEL
+    if mode == linear.GATED:
+        out = jax.ShapeDtypeStruct((x.shape[0], columns // 2), dtype)
+    else:
+        out = jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32)
+    operands = [x.astype(dtype), words, jnp.asarray(layer, I32), jnp.int32(mode)]
+    aliases = {}
+    if mode == linear.ADD:
+        operands.append(residual)
+        aliases = {4: 0}
+    call = jax.ffi.ffi_call(linear.target(kind), out, input_output_aliases=aliases)
+    return call(*operands)
+
+
+def _tiles(tokens, groups, rows):
+    most = -(-tokens // attention.tile_tokens(groups)) + rows
+    return jax.ShapeDtypeStruct((most, attention.TILE_WORDS), I32)
+
+
+def _rows(table, kv_lens, cu_q_lens):
+    return table.astype(I32), kv_lens.astype(I32), cu_q_lens.astype(I32)
+
+
+def _options(scale, window, checked):
+    window = _EVERYTHING if window is None else window
+    return jnp.float32(scale), jnp.int32(window), jnp.int32(checked)

@@ -1,0 +1,121 @@
+"""Linear layers whose weights were packed once, for any number of rows.
+
+    linear       out = x W                    f32[T, N]
+    add_linear   out = y + x W, in place      f32[T, N]
+    gated        out = silu(x G) * (x U)      [T, F], dtype of the weights
+
+A panel is 32 columns of W, or 16 of G beside the same 16 of U, with all of K: what one
+core multiplies all rows by before it goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numba import njit
+
+from pallas_kernels.cpu import ffi
+from pallas_kernels.cpu import vector as vec
+from pallas_kernels.cpu.kinds import Kind, element, put
+from pallas_kernels.cpu.tile import MAX_ROWS, multiply
+
+PANEL = 32
+_BLOCK_ROWS = 120  # of x that an item takes: ten tiles
+
+LINEAR, ADD, GATED = range(3)
+_ZERO, _ONE, _LEAST_GATE = (np.float32(x) for x in (0, 1, -87))
+
+
+@njit(inline="always")
+def _blocks(rows):
+    return (rows + _BLOCK_ROWS - 1) // _BLOCK_ROWS
+
+
+@njit
+def _gate(kind, rows, c, out, stride):
+    """silu of the left half of each row of c, times the right half."""
+    for i in range(rows):
+        gate, up = vec.load(c + 128 * i), vec.load(c + 128 * i + 64)
+        # Below -87 the gate is 0 to float32's precision, and exp(-gate) overflows.
+        less = vec.exp(vec.sub(vec.fill(_ZERO), vec.at_least(gate, _LEAST_GATE)))
+        gate = vec.div(gate, vec.add(vec.fill(_ONE), less))
+        put(kind, out + i * stride, vec.mul(gate, up))
+
+
+@njit
+def _panel(kind, frame, item):
+    """Multiply some rows by one panel."""
+    x, w = ffi.argument(frame, 0), ffi.argument(frame, 1)
+    layer = vec.load_i32(ffi.data(ffi.argument(frame, 2)))
+    mode = vec.load_i32(ffi.data(ffi.argument(frame, 3)))
+    out = ffi.result(frame, 0)
+    rows, panels, steps = ffi.size(x, 0), ffi.size(w, 1), ffi.size(w, 2)
+    blocks = _blocks(rows)
+    panel, block = item // blocks, item % blocks
+    row, stop = rows * block // blocks, rows * (block + 1) // blocks
+    lda = 4 * steps
+    panel_bytes = 4 * PANEL * steps
+    b = ffi.data(w) + (layer * panels + panel) * panel_bytes
+    width = 16 * element(kind) if mode == GATED else 4 * PANEL
+    stride = width * panels
+    c = ffi.data(out) + panel * width
+    scratch = np.empty(MAX_ROWS * PANEL, np.float32)
+    # This panel is read from memory by the first tile of rows; meanwhile the others
+    # fetch what is probably this core's next one.
+    tiles = (stop - row + MAX_ROWS - 1) // MAX_ROWS
+    following = b + 2 * panel_bytes if panel + 2 < panels else b
+    share = panel_bytes // max(1, tiles - 1)
+    first, start = row, row
+    for tile in range(tiles):
+        stop_tile = start + (stop - start) * (tile + 1) // tiles
+        count = stop_tile - first
+        ahead = b if tile == 0 else following + (tile - 1) * share
+        target = scratch.ctypes.data if mode == GATED else c + first * stride
+        multiply(
+            kind,
+            count,
+            2,
+            1 if mode == ADD else 0,
+            ffi.data(x) + first * lda,
+            lda,
+            b,
+            4 * PANEL,
+            steps,
+            target,
+            4 * PANEL if mode == GATED else stride,
+            ahead,
+        )
+        if mode == GATED:
+            _gate(kind, count, target, c + first * stride, stride)
+        first = stop_tile
+    return scratch[0]
+
+
+@njit
+def _run(kind, frame, body):
+    if ffi.is_query(frame):
+        return 0
+    rows = ffi.size(ffi.argument(frame, 0), 0)
+    panels = ffi.size(ffi.argument(frame, 1), 1)
+    ffi.loop(frame, body, frame, panels * _blocks(rows))
+    return 0
+
+
+@functools.cache
+def target(kind: Kind) -> str:
+    """The name of the FFI target for a kind; compiles it the first time."""
+    version, name = ffi.version(), f"pallas_kernels_linear_{kind.name}"
+    body = f"{name}_panel"
+
+    def panel(frame, item):
+        ffi.keep(version)
+        _panel(kind, frame, item)
+
+    def handler(frame):
+        ffi.keep(version)
+        return _run(kind, frame, ffi.address_of(body))
+
+    ffi.define(body, ffi.compiled(ffi.BODY, panel))
+    ffi.register(name, ffi.compiled(ffi.HANDLER, handler))
+    return name

@@ -1,0 +1,98 @@
+"""Weights in the order in which a kernel reads them, packed once.
+
+Owns the packed layout as a pytree and its arithmetic in JAX terms. Where no kernel
+takes a weight, `pack` says so and the plain array goes on being used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import cpu
+
+PANEL = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A stack of weights [L, K, N]: panels of 32 columns, each with all of K.
+
+    A word of 32 bits is one float32, or two bf16 that are neighbours in K.
+
+    Attributes:
+      words: [L, N/32, K, 32] f32 or [L, N/32, K/2, 32, 2] bf16.
+      gated: N is 2F, and a panel holds 16 columns of the first half, then the same 16
+        of the second.
+    """
+
+    words: jax.Array
+    gated: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the weights."""
+        return self.words.dtype
+
+    def rows(self, columns: jax.Array) -> jax.Array:
+        """The columns i32[T] of the one weight of this stack, as rows [T, K]."""
+        picked = self.words[0, columns // PANEL, :, columns % PANEL]
+        return picked.reshape(columns.shape[0], -1)
+
+
+def pack(weights: jax.Array, *, gated: bool = False) -> Packed:
+    """Pack a stack [L, K, N] for the CPU's kernels; O(weights), as large as before.
+
+    Raises:
+      NotImplementedError: no kernel takes them, and why.
+    """
+    layers, inner, columns = weights.shape
+    reason = cpu.unavailable()
+    each = 2 if weights.dtype == jnp.bfloat16 else 1
+    if reason is None and (columns % PANEL or inner % each):
+        reason = f"{inner} x {columns} weights do not fall into panels of {PANEL}"
+    if reason is not None:
+        cpu.refuse("a linear layer", reason)
+    halves = 2 if gated else 1
+    width = PANEL // halves
+    shape = (layers, inner // each, each, halves, columns // halves // width, width)
+    order = (0, 4, 1, 3, 5, 2)  # L, panel, step, half, column, element
+    out = np.empty([shape[i] for i in order], weights.dtype)
+    for layer in range(layers):  # one at a time: the copy on the way is small
+        out[layer] = np.asarray(weights[layer]).reshape(shape[1:]).transpose(
+            [i - 1 for i in order[1:]]
+        )
+    words = (layers, columns // PANEL, inner // each, PANEL)
+    return Packed(jnp.asarray(out.reshape((*words, each) if each == 2 else words)), gated)
+
+
+def linear(x: jax.Array, weight: Packed, layer: jax.Array | int) -> jax.Array:
+    """f32[T, N] = x[T, K] W; x is rounded to the weights' dtype."""
+    return _multiply(x, weight, layer, "LINEAR")
+
+
+def add_linear(
+    y: jax.Array, x: jax.Array, weight: Packed, layer: jax.Array | int
+) -> jax.Array:
+    """f32[T, N] = y + x[T, K] W, in place of y where XLA can."""
+    return _multiply(x, weight, layer, "ADD", y)
+
+
+def gated_linear(x: jax.Array, weight: Packed, layer: jax.Array | int) -> jax.Array:
+    """[T, F] = silu(x G) * (x U) of a gated weight, rounded to its dtype."""
+    return _multiply(x, weight, layer, "GATED")
+
+
+def _multiply(
+    x: jax.Array, weight: Packed, layer: Any, mode: str, *more: jax.Array
+) -> jax.Array:
+    if weight.gated != (mode == "GATED"):
+        raise ValueError(f"a weight packed with gated={weight.gated} is no {mode} one")
+    calls = importlib.import_module("pallas_kernels.cpu.calls")
+    return calls.multiply(x, weight.words, layer, getattr(calls.linear, mode), *more)
