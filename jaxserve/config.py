@@ -196,17 +196,20 @@ class EngineShape:
     def launch_shape(self, rows: int, tokens: int) -> tuple[int, int]:
         """(R, T) of the launch that holds `rows` rows and `tokens` mixed-step tokens.
 
-        T = 0 is the launch that only edits blocks; it comes in the largest R alone.
+        T = 0 is the launch that only edits blocks; it comes in the largest R alone. One
+        token alone has a shape of its own: who serves one request waits for each token.
         """
         if tokens == 0:
             return self.row_buckets[-1], 0
+        if rows <= 1 and tokens <= 1:
+            return 1, 1
         r = bucket(rows, self.row_buckets)
         return r, max(r, bucket(tokens, self.token_buckets))
 
     def launch_shapes(self) -> tuple[tuple[int, int], ...]:
         """Every (R, T) that `launch_shape` can return: the whole compiled set."""
         mixed = {(r, max(r, t)) for r in self.row_buckets for t in self.token_buckets}
-        return ((self.row_buckets[-1], 0), *sorted(mixed))
+        return ((self.row_buckets[-1], 0), *sorted({(1, 1), *mixed}))
 
 
 def _ladder(low: int, high: int, factor: int) -> tuple[int, ...]:

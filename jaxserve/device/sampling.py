@@ -119,14 +119,12 @@ def sample(logits: jax.Array, params: RowParams) -> jax.Array:
     row's own key, so a row's token depends on its request and position alone.
     """
     rows, vocab = logits.shape
+    greedy = params.temperature <= 0
 
-    def barred(x: jax.Array) -> jax.Array:
+    def bar(x: jax.Array) -> jax.Array:
         column = jnp.where(params.barred < 0, vocab, params.barred)
         row = jnp.arange(rows, dtype=I32)[:, None]
         return x.at[row, column].set(-jnp.inf, mode="drop")
-
-    logits = lax.cond((params.barred >= 0).any(), barred, lambda x: x, logits)
-    greedy = params.temperature <= 0
 
     def draw(x: jax.Array) -> jax.Array:
         scaled = x / jnp.where(greedy, F32(1), params.temperature)[:, None]
@@ -143,10 +141,12 @@ def sample(logits: jax.Array, params: RowParams) -> jax.Array:
         x = jnp.where(greedy[:, None], x, scaled + noise)
         return argmax(x)
 
-    def likeliest(x: jax.Array) -> jax.Array:
-        return argmax(x)
-
-    return lax.cond(greedy.all(), likeliest, draw, logits)
+    # Not one `cond` for each part: what a branch passes on unchanged is copied, and
+    # the logits are large.
+    barred = (params.barred >= 0).any()
+    case = jnp.where(greedy.all(), 0, 2) + barred
+    branches = (argmax, lambda x: argmax(bar(x)), draw, lambda x: draw(bar(x)))
+    return lax.switch(case, branches, logits)
 
 
 def logprobs(

@@ -58,23 +58,23 @@ def project_to_vocab(x: jax.Array, embedding: Weight) -> jax.Array:
     """
     if isinstance(embedding, Packed):
         return packed.linear(x, embedding, 0)
-    rows = x.shape[0]
-    # On a CPU one row alone takes a path that is ten times slower than two rows.
-    x = jnp.pad(x, ((0, max(0, 2 - rows)), (0, 0)))
-    return _dot(x, embedding, weight_axis=1)[:rows]
+    return _dot(x, embedding, weight_axis=1)
 
 
 def _dot(x: jax.Array, weight: jax.Array, weight_axis: int) -> jax.Array:
     # bf16 x bf16 -> f32 reaches the matrix units of CPUs, GPUs and TPUs. Full precision
     # has to be asked for: float32 is rounded to tf32 or bf16 on the latter two.
     exact = weight.dtype == jnp.float32
+    rows = x.shape[0]
+    # On a CPU one row alone takes a path that is ten times slower than eight rows.
+    x = jnp.pad(x, ((0, max(0, 8 - rows)), (0, 0)))
     return jax.lax.dot_general(
         x.astype(weight.dtype),
         weight,
         (((1,), (weight_axis,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if exact else None,
         preferred_element_type=jnp.float32,
-    )
+    )[:rows]
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:

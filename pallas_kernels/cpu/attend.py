@@ -1,4 +1,4 @@
-"""Attention of a few queries that read the KV of one row and head: one tile.
+"""Attention of a few queries that read the same KV: one tile.
 
 Owns the arithmetic: online softmax over blocks of STRIDE positions that start at
 multiples of STRIDE (Milakov and Gimelshein, 2018; FlashAttention: Dao et al., 2022).
@@ -15,29 +15,13 @@ import numpy as np
 from numba import njit
 from numba.extending import overload
 
+from pallas_kernels.cpu import job as j
 from pallas_kernels.cpu import vector as vec
+from pallas_kernels.cpu.job import STRIDE
 from pallas_kernels.cpu.kinds import FLOATS, element, put
 from pallas_kernels.cpu.tile import product
 
-STRIDE = 64
-"""Positions that one round of the softmax takes in."""
-
-MAX_QUERIES = 48
-"""Queries of a tile, save where one token alone has more."""
-
 _MASKED = np.float32(-1e30)  # finite, so that nothing seen yet does not yield NaN
-# Words of a job.
-Q, OUT, PAGES, TABLE, KV_LENS, CU_Q_LENS, TILES, STATE = range(8)
-ROWS, COLUMNS, BLOCK, KV_HEADS, GROUPS, HEAD, SCALE, WINDOW = range(8, 16)
-TOKEN_BYTES = 16
-PARTS = 17
-JOB_WORDS = 18
-
-
-@njit(inline="always")
-def get(job, field):
-    """A word of a job."""
-    return vec.load_i64(job + 8 * field)
 
 
 def pack_values(kind, addresses, offset, out, head, count):
@@ -66,10 +50,10 @@ def _pack_values(kind, addresses, offset, out, head, count):
 @njit
 def _locate(job, size, row, head, start, stop, zeros, addresses):
     """Addresses of the KV of positions [start, start + STRIDE); `zeros` past `stop`."""
-    block = get(job, BLOCK)
-    table = get(job, TABLE) + row * get(job, COLUMNS) * 4
-    row_bytes = get(job, KV_HEADS) * 2 * get(job, HEAD) * size
-    base = get(job, PAGES) + head * 2 * get(job, HEAD) * size
+    block = j.get(job, j.BLOCK)
+    table = j.get(job, j.TABLE) + row * j.get(job, j.COLUMNS) * 4
+    row_bytes = j.get(job, j.KV_HEADS) * 2 * j.get(job, j.HEAD) * size
+    base = j.get(job, j.PAGES) + head * 2 * j.get(job, j.HEAD) * size
     column, offset = start // block, start % block
     at = 0
     end = min(stop - start, STRIDE)
@@ -87,18 +71,15 @@ def _locate(job, size, row, head, start, stop, zeros, addresses):
 
 
 @njit
-def _ask(job, size, row, head, start, stop):
-    """Prefetch the KV of positions [start, start + STRIDE), up to `stop`."""
-    block = get(job, BLOCK)
-    table = get(job, TABLE) + row * get(job, COLUMNS) * 4
-    own = 2 * get(job, HEAD) * size
-    row_bytes = get(job, KV_HEADS) * own
-    base = get(job, PAGES) + head * own
-    for at in range(start, min(stop, start + STRIDE)):
-        page = base + vec.load_i32(table + 4 * (at // block)) * block * row_bytes
-        place = page + at % block * row_bytes
-        for i in range(0, own, 64):
-            vec.prefetch(place + i)
+def _fetch(addresses, offset, span, step, steps):
+    """Ask for one of `steps` equal shares of what lies at STRIDE addresses.
+
+    Memory answers while the kernel computes, if it is not asked for all at once.
+    """
+    for i in range(STRIDE * step // steps, STRIDE * (step + 1) // steps):
+        place = vec.load_i64(addresses + 8 * i) + offset
+        for d in range(0, span, 64):
+            vec.prefetch(place + d)
 
 
 @njit
@@ -142,38 +123,36 @@ def _round_up(x, to):
 
 
 @njit
-def scratch_bytes(kind, head, queries):
+def _scratch_bytes(kind, head, tokens, queries, heads):
     """Bytes that a tile works in."""
     size = element(kind)
     return (
         queries * (head * (size + 4) + STRIDE * (size + 4) + 8)
         + STRIDE * (2 * size * _round_up(head, 32) + 16)
-        + 2 * head * size
-        + 64 * 9
+        + heads * 2 * head * size
+        + tokens * 16
+        + 64 * 12
     )
 
 
 @njit
-def attend(kind, job, row, first, count, head, stop_head):
-    """Attention of tokens [first, first + count) of a row, for some of the KV heads.
-
-    Args:
-      job: address of the words named above.
-      first: counted from the row's first token in this batch.
-      head, stop_head: these heads, and the query heads that read them.
-    """
-    size = element(kind)
-    features, groups = get(job, HEAD), get(job, GROUPS)
-    start = vec.load_i32(get(job, CU_Q_LENS) + 4 * row)
-    q_len = vec.load_i32(get(job, CU_Q_LENS) + 4 * row + 4) - start
-    kv_len = vec.load_i32(get(job, KV_LENS) + 4 * row)
-    window = get(job, WINDOW)
-    scale = vec.load_f32(job + 8 * SCALE)
+def attend(kind, job, number, part):
+    """Do tile `number` of a job, or part `part` of its KV heads."""
+    at = number * j.TILE_WORDS
+    row, first = j.item(job, j.TILES, at), j.item(job, j.TILES, at + 1)
+    count, shared = j.item(job, j.TILES, at + 2), j.item(job, j.TILES, at + 3)
+    parts, kv_heads = j.get(job, j.PARTS), j.get(job, j.KV_HEADS)
+    head = kv_heads * part // parts
+    heads = kv_heads * (part + 1) // parts - head
+    features, groups = j.get(job, j.HEAD), j.get(job, j.GROUPS)
+    size, window = element(kind), j.get(job, j.WINDOW)
+    scale = vec.load_f32(job + 8 * j.SCALE)
     each = count * groups  # queries of a head
-    queries = each * (stop_head - head)
+    queries = each * heads
     row_size = features * size
+    span = heads * 2 * row_size  # these heads' bytes of a position
 
-    memory = np.empty(scratch_bytes(kind, features, queries), np.uint8)
+    memory = np.empty(_scratch_bytes(kind, features, count, queries, heads), np.uint8)
     q = _round_up(memory.ctypes.data, 64)
     scores = _round_up(q + queries * row_size, 64)
     weights = _round_up(scores + each * STRIDE * 4, 64)
@@ -182,53 +161,59 @@ def attend(kind, job, row, first, count, head, stop_head):
     keys = _round_up(norms + queries * 8, 64)
     values = _round_up(keys + STRIDE * _round_up(features, 32) * size, 64)
     addresses = _round_up(values + STRIDE * features * size, 64)
-    soon = addresses + STRIDE * 8
-    zeros = soon + STRIDE * 8
+    following = addresses + STRIDE * 8
+    zeros = following + STRIDE * 8
+    tokens = _round_up(zeros + span, 64)  # where each token of the tile stands
+    stops = tokens + count * 8  # how many positions of the tile each one sees
 
-    # Query i of the tile: head by head, in a head token by token.
-    stride = get(job, KV_HEADS) * groups * row_size
-    source = get(job, Q) + (start + first) * stride
-    for i in range(queries):
-        query = head * groups + i // each * groups + i % groups
-        token = i % each // groups
-        for d in range(0, row_size, 32):
-            vec.copy32(
-                q + i * row_size + d, source + token * stride + query * row_size + d
-            )
-        for d in range(0, 4 * features, 64):
-            vec.store(sums + i * 4 * features + d, vec.fill(np.float32(0)))
-        vec.store_f32(norms + 8 * i, _MASKED)
-        vec.store_f32(norms + 8 * i + 4, np.float32(0))
-    for d in range(0, 2 * row_size, 32):
+    begin, end = _tokens(job, row, first, count, shared, tokens, stops)
+    done = 0 if shared else j.item(job, j.STRIDES, row)
+    begin = max(begin, done * STRIDE)
+    for d in range(0, span, 32):
         vec.clear32(zeros + d)
+    for i in range(queries):
+        query = (head + i // each) * groups + i % groups
+        token = vec.load_i64(tokens + 8 * (i % each // groups))
+        place = (token * kv_heads * groups + query) * row_size
+        for d in range(0, row_size, 32):
+            vec.copy32(q + i * row_size + d, j.get(job, j.Q) + place + d)
+        mine, norm = sums + i * 4 * features, norms + 8 * i
+        if done > 0:
+            _move(_state(job, row, query), mine, norm, features, 0)
+        else:
+            for d in range(0, 4 * features, 64):
+                vec.store(mine + d, vec.fill(np.float32(0)))
+            vec.store_f32(norm, _MASKED)
+            vec.store_f32(norm + 4, np.float32(0))
 
-    before = kv_len - q_len + first  # position of the tile's first token
-    end = before + count
-    begin = max(0, before + 1 - window) // STRIDE * STRIDE
+    _locate(job, size, row, head, begin, end, zeros, addresses)
     for at in range(begin, end, STRIDE):
         vectors = (min(end - at, STRIDE) + 15) // 16
-        for h in range(head, stop_head):
-            _locate(job, size, row, h, at, end, zeros, addresses)
-            if h + 1 < stop_head:
-                _locate(job, size, row, h + 1, at, end, zeros, soon)
-            else:
-                _locate(job, size, row, head, at + STRIDE, end, zeros, soon)
-            mine = (h - head) * each
+        _locate(job, size, row, head, at + STRIDE, end, zeros, following)
+        for h in range(heads):
+            mine, offset = h * each, 2 * h * row_size
+            # What is read next: this stride's next head, or the next stride.
+            ahead = addresses if h + 1 < heads else following
+            skip = offset + 2 * row_size if h + 1 < heads else 0
             for i in range(vectors):
                 for w in range(0, row_size, 64):
                     vec.transpose(
-                        addresses + 128 * i, w, keys + w * STRIDE + 64 * i, 4 * STRIDE
+                        addresses + 128 * i,
+                        offset + w,
+                        keys + w * STRIDE + 64 * i,
+                        4 * STRIDE,
                     )
-                for k in range(16):
-                    place = vec.load_i64(soon + 128 * i + 8 * k)
-                    for w in range(0, row_size, 64):
-                        vec.prefetch(place + w)
+                _fetch(ahead, skip, 2 * row_size, i, 2 * vectors)
             for i in range(vectors):
-                for k in range(16):
-                    place = vec.load_i64(soon + 128 * i + 8 * k) + row_size
-                    for w in range(0, row_size, 64):
-                        vec.prefetch(place + w)
-                pack_values(kind, addresses+128*i, row_size, values+i*16*features*size, features, 16)
+                pack_values(
+                    kind,
+                    addresses + 128 * i,
+                    offset + row_size,
+                    values + 16 * i * row_size,
+                    features,
+                    16,
+                )
+                _fetch(ahead, skip, 2 * row_size, vectors + i, 2 * vectors)
             product(
                 kind,
                 each,
@@ -243,7 +228,7 @@ def attend(kind, job, row, first, count, head, stop_head):
                 4 * STRIDE,
             )
             for i in range(each):
-                position = before + i // groups
+                stop = vec.load_i64(stops + 8 * (i // groups))
                 _softmax(
                     kind,
                     scores + i * 4 * STRIDE,
@@ -251,8 +236,8 @@ def attend(kind, job, row, first, count, head, stop_head):
                     sums + (mine + i) * 4 * features,
                     norms + 8 * (mine + i),
                     features,
-                    position + 1 - window - at,
-                    position + 1 - at,
+                    stop - window - at,
+                    stop - at,
                     scale,
                     vectors,
                 )
@@ -269,13 +254,65 @@ def attend(kind, job, row, first, count, head, stop_head):
                 sums + mine * 4 * features,
                 4 * features,
             )
+        addresses, following = following, addresses
 
-    out = get(job, OUT) + (start + first) * stride
     for i in range(queries):
-        query = head * groups + i // each * groups + i % groups
-        place = out + i % each // groups * stride + query * row_size
-        inverse = vec.fill(np.float32(1) / vec.load_f32(norms + 8 * i + 4))
+        query = (head + i // each) * groups + i % groups
+        nth = i % each // groups
+        mine, norm = sums + i * 4 * features, norms + 8 * i
+        if shared:
+            owner = j.item(job, j.ORDER, first + nth)
+            _move(_state(job, owner, query), mine, norm, features, 1)
+            continue
+        token = vec.load_i64(tokens + 8 * nth)
+        place = (token * kv_heads * groups + query) * row_size
+        inverse = vec.fill(np.float32(1) / vec.load_f32(norm + 4))
         for d in range(0, features, 16):
-            x = vec.load(sums + (i * features + d) * 4)
-            put(kind, place + d * size, vec.mul(x, inverse))
+            x = vec.mul(vec.load(mine + 4 * d), inverse)
+            put(kind, j.get(job, j.OUT) + place + d * size, x)
     return memory[0]  # keeps it alive until here
+
+
+@njit
+def _tokens(job, row, first, count, shared, tokens, stops):
+    """Fill in where a tile's tokens stand and what they see; the strides to walk."""
+    start = j.item(job, j.CU_Q_LENS, row)
+    kv_len = j.item(job, j.KV_LENS, row)
+    before = kv_len - (j.item(job, j.CU_Q_LENS, row + 1) - start)
+    end = 0
+    for i in range(count):
+        if shared:
+            member = j.item(job, j.ORDER, first + i)
+            token = j.item(job, j.CU_Q_LENS, member)
+            stop = j.item(job, j.STRIDES, member) * STRIDE
+        else:
+            token = start + first + i
+            stop = before + first + i + 1
+        vec.store_i64(tokens + 8 * i, token)
+        vec.store_i64(stops + 8 * i, stop)
+        end = max(end, stop)
+    seen = 0 if shared else max(0, before + first + 1 - j.get(job, j.WINDOW))
+    return seen // STRIDE * STRIDE, end
+
+
+@njit
+def _state(job, row, query):
+    """Where a decode row's query keeps its sums between two tiles."""
+    heads = j.get(job, j.KV_HEADS) * j.get(job, j.GROUPS)
+    return j.get(job, j.STATE) + (row * heads + query) * (j.get(job, j.HEAD) + 2) * 4
+
+
+@njit
+def _move(state, sums, norms, features, store):
+    """Store a query's sums in a state, or load them."""
+    for d in range(0, 4 * features, 64):
+        if store:
+            vec.store(state + d, vec.load(sums + d))
+        else:
+            vec.store(sums + d, vec.load(state + d))
+    state += 4 * features
+    for i in (0, 4):
+        if store:
+            vec.store_f32(state + i, vec.load_f32(norms + i))
+        else:
+            vec.store_f32(norms + i, vec.load_f32(state + i))

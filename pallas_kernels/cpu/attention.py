@@ -12,9 +12,10 @@ import functools
 import numpy as np
 from numba import njit
 
-from pallas_kernels.cpu import attend as a
-from pallas_kernels.cpu import ffi
+from pallas_kernels.cpu import ffi, plan
+from pallas_kernels.cpu import job as j
 from pallas_kernels.cpu import vector as vec
+from pallas_kernels.cpu.attend import attend
 from pallas_kernels.cpu.kinds import Kind, element, put
 
 # Operands, the later ones only where the call rotates and writes.
@@ -33,68 +34,31 @@ from pallas_kernels.cpu.kinds import Kind, element, put
     _OFFSETS,
 ) = range(12)
 # Results, the later ones likewise.
-_OUT, _TILES, _NEW_PAGES, _ROTATED = range(4)
-
-TILE_WORDS = 3
-"""int32 words of a tile: row, first token of the row's, and how many."""
+_OUT, _TILES, _SHARED, _STATE, _NEW_PAGES, _ROTATED = range(6)
 
 _ROTATE_TOKENS = 4  # of one item
 
 
-def tile_tokens(groups: int) -> int:
-    """How many tokens of one row make a tile."""
-    return max(1, a.MAX_QUERIES // groups)
-
-
-_tile_tokens = njit(tile_tokens)
-
-
-@njit
-def _plan(job):
-    """List the batch's tiles and return their number; zero rows without KV.
-
-    The tiles of a row that see most come first, so that the last ones are short.
-    """
-    count, tiles = 0, a.get(job, a.TILES)
-    each = _tile_tokens(a.get(job, a.GROUPS))
-    for row in range(a.get(job, a.ROWS)):
-        start = vec.load_i32(a.get(job, a.CU_Q_LENS) + 4 * row)
-        tokens = vec.load_i32(a.get(job, a.CU_Q_LENS) + 4 * row + 4) - start
-        if vec.load_i32(a.get(job, a.KV_LENS) + 4 * row) == 0:
-            _clear(job, start, start + tokens)
-            continue
-        for first in range((tokens - 1) // each * each, -1, -each):
-            tile = tiles + 4 * TILE_WORDS * count
-            vec.store_i32(tile, row)
-            vec.store_i32(tile + 4, first)
-            vec.store_i32(tile + 8, min(each, tokens - first))
-            count += 1
-    return count
-
-
-@njit
-def _clear(job, first, stop):
-    """Zero the output of some tokens."""
-    size, out = a.get(job, a.TOKEN_BYTES), a.get(job, a.OUT)
-    for at in range(out + first * size, out + stop * size, 32):
-        vec.clear32(at)
-
-
 @njit
 def _attend(kind, job, item):
-    """One tile, or one KV head of it."""
-    heads, parts = a.get(job, a.KV_HEADS), a.get(job, a.PARTS)
-    tile = a.get(job, a.TILES) + 4 * TILE_WORDS * (item // parts)
-    part = item % parts
-    a.attend(
-        kind,
-        job,
-        vec.load_i32(tile),
-        vec.load_i32(tile + 4),
-        vec.load_i32(tile + 8),
-        heads * part // parts,
-        heads * (part + 1) // parts,
-    )
+    """One tile, or one part of its heads."""
+    parts = j.get(job, j.PARTS)
+    attend(kind, job, j.get(job, j.FIRST_TILE) + item // parts, item % parts)
+
+
+@njit
+def _clear(job, size):
+    """Zero the output of tokens that see nothing: idle rows' and padding."""
+    rows, out = j.get(job, j.ROWS), j.get(job, j.OUT)
+    for row in range(rows + 1):
+        first = j.item(job, j.CU_Q_LENS, row)
+        stop = first
+        if row == rows:
+            stop = j.get(job, j.TOKENS)
+        elif j.item(job, j.KV_LENS, row) == 0:
+            stop = j.item(job, j.CU_Q_LENS, row + 1)
+        for at in range(out + first * size, out + stop * size, 32):
+            vec.clear32(at)
 
 
 @njit(inline="always")
@@ -143,7 +107,7 @@ def _rotate(kind, frame, item):
 
 
 @njit
-def _run(kind, frame, attend, rotate):
+def _run(kind, frame, tile, rotate):
     if ffi.is_query(frame):
         return 0
     queries, pages = ffi.argument(frame, _QUERIES), ffi.argument(frame, _PAGES)
@@ -151,33 +115,42 @@ def _run(kind, frame, attend, rotate):
     writes = ffi.num_arguments(frame) > _COS
     kv_heads, tokens = ffi.size(pages, 2), ffi.size(queries, 0)
     heads = ffi.size(queries, 1) - (2 * kv_heads if writes else 0)
-    words = np.empty(a.JOB_WORDS, np.int64)
+    words = np.empty(j.JOB_WORDS, np.int64)
     job = words.ctypes.data
-    words[a.Q] = ffi.data(ffi.result(frame, _ROTATED) if writes else queries)
-    words[a.PAGES] = ffi.data(ffi.result(frame, _NEW_PAGES) if writes else pages)
-    words[a.TABLE] = ffi.data(table)
-    words[a.KV_LENS] = ffi.data(ffi.argument(frame, _KV_LENS))
-    words[a.CU_Q_LENS] = ffi.data(ffi.argument(frame, _CU_Q_LENS))
-    words[a.OUT] = ffi.data(ffi.result(frame, _OUT))
-    words[a.TILES] = ffi.data(ffi.result(frame, _TILES))
-    words[a.ROWS] = ffi.size(table, 0)
-    words[a.COLUMNS] = ffi.size(table, 1)
-    words[a.BLOCK] = ffi.size(pages, 1)
-    words[a.KV_HEADS] = kv_heads
-    words[a.HEAD] = ffi.size(pages, 4)
-    words[a.GROUPS] = heads // kv_heads
-    words[a.SCALE] = vec.load_i32(ffi.data(ffi.argument(frame, _SCALE)))
-    words[a.WINDOW] = vec.load_i32(ffi.data(ffi.argument(frame, _WINDOW)))
-    words[a.TOKEN_BYTES] = heads * words[a.HEAD] * element(kind)
+    rows, head = ffi.size(table, 0), ffi.size(pages, 4)
+    words[j.Q] = ffi.data(ffi.result(frame, _ROTATED) if writes else queries)
+    words[j.PAGES] = ffi.data(ffi.result(frame, _NEW_PAGES) if writes else pages)
+    words[j.TABLE] = ffi.data(table)
+    words[j.KV_LENS] = ffi.data(ffi.argument(frame, _KV_LENS))
+    words[j.CU_Q_LENS] = ffi.data(ffi.argument(frame, _CU_Q_LENS))
+    words[j.OUT] = ffi.data(ffi.result(frame, _OUT))
+    words[j.TILES] = ffi.data(ffi.result(frame, _TILES))
+    words[j.LEADERS] = ffi.data(ffi.result(frame, _SHARED))
+    words[j.STRIDES] = words[j.LEADERS] + 4 * rows
+    words[j.ORDER] = words[j.STRIDES] + 4 * rows
+    words[j.STATE] = ffi.data(ffi.result(frame, _STATE))
+    words[j.ROWS] = rows
+    words[j.TOKENS] = tokens
+    words[j.COLUMNS] = ffi.size(table, 1)
+    words[j.BLOCK] = ffi.size(pages, 1)
+    words[j.KV_HEADS] = kv_heads
+    words[j.HEAD] = head
+    words[j.GROUPS] = heads // kv_heads
+    words[j.SCALE] = vec.load_i32(ffi.data(ffi.argument(frame, _SCALE)))
+    words[j.WINDOW] = vec.load_i32(ffi.data(ffi.argument(frame, _WINDOW)))
     if writes:
         groups = (tokens + _ROTATE_TOKENS - 1) // _ROTATE_TOKENS
         ffi.loop(frame, rotate, frame, groups)
-    tiles = _plan(job)
-    last = vec.load_i32(words[a.CU_Q_LENS] + 4 * words[a.ROWS])
-    _clear(job, last, tokens)
+    _clear(job, heads * head * element(kind))
+    plan.find_shared(job)
+    shared = plan.shared_tiles(job)
+    tiles = plan.own_tiles(job, shared)
+    words[j.FIRST_TILE], words[j.PARTS] = 0, kv_heads
+    ffi.loop(frame, tile, job, shared * kv_heads)
     # A row's heads lie side by side in memory: they are split only to go round.
-    words[a.PARTS] = 1 if tokens <= words[a.ROWS] and tiles >= 8 else kv_heads
-    ffi.loop(frame, attend, job, tiles * words[a.PARTS])
+    words[j.FIRST_TILE] = shared
+    words[j.PARTS] = 1 if tokens <= rows and tiles - shared >= 8 else kv_heads
+    ffi.loop(frame, tile, job, (tiles - shared) * words[j.PARTS])
     return words[0] * 0  # the words live until here
 
 
@@ -185,9 +158,9 @@ def _run(kind, frame, attend, rotate):
 def target(kind: Kind) -> str:
     """The name of the FFI target for a kind; compiles it the first time."""
     version, name = ffi.version(), f"pallas_kernels_attention_{kind.name}"
-    attend_name, rotate_name = f"{name}_attend", f"{name}_rotate"
+    tile_name, rotate_name = f"{name}_tile", f"{name}_rotate"
 
-    def attend(job, item):
+    def tile(job, item):
         ffi.keep(version)
         _attend(kind, job, item)
 
@@ -198,10 +171,10 @@ def target(kind: Kind) -> str:
     def handler(frame):
         ffi.keep(version)
         return _run(
-            kind, frame, ffi.address_of(attend_name), ffi.address_of(rotate_name)
+            kind, frame, ffi.address_of(tile_name), ffi.address_of(rotate_name)
         )
 
-    ffi.define(attend_name, ffi.compiled(ffi.BODY, attend))
+    ffi.define(tile_name, ffi.compiled(ffi.BODY, tile))
     ffi.define(rotate_name, ffi.compiled(ffi.BODY, rotate))
     ffi.register(name, ffi.compiled(ffi.HANDLER, handler))
     return name

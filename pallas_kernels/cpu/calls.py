@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cpu import attention, linear
+from pallas_kernels.cpu import attention, job, linear
 from pallas_kernels.cpu.kinds import FLOATS, PAIRS, Kind
 
 I32 = jnp.int32
@@ -19,11 +19,10 @@ def kind_of(dtype: jax.typing.DTypeLike) -> Kind:
 
 def attend(q, pages, table, kv_lens, cu_q_lens, *, scale, window, checked):
     """Attention of queries [T, Hq, D] of the pages' dtype; as `paged_attention`."""
-    tokens, heads, _ = q.shape
-    tiles = _tiles(tokens, heads // pages.shape[2], table.shape[0])
+    out = jax.ShapeDtypeStruct(q.shape, pages.dtype)
     call = jax.ffi.ffi_call(
         attention.target(kind_of(pages.dtype)),
-        (jax.ShapeDtypeStruct(q.shape, pages.dtype), tiles),
+        (out, *_room(out, pages.shape[2], table.shape[0])),
     )
     return call(
         q, pages, *_rows(table, kv_lens, cu_q_lens), *_options(scale, window, checked)
@@ -48,14 +47,14 @@ def write_and_attend(
     """As `rotary_attention`; the pages are written in place where XLA can."""
     tokens, heads, head = qkv.shape
     kv_heads = pages.shape[2]
-    queries = jax.ShapeDtypeStruct((tokens, heads - 2 * kv_heads, head), pages.dtype)
-    tiles = _tiles(tokens, heads // kv_heads - 2, table.shape[0])
+    out = jax.ShapeDtypeStruct((tokens, heads - 2 * kv_heads, head), pages.dtype)
+    new_pages = jax.ShapeDtypeStruct(pages.shape, pages.dtype)
     call = jax.ffi.ffi_call(
         attention.target(kind_of(pages.dtype)),
-        (queries, tiles, jax.ShapeDtypeStruct(pages.shape, pages.dtype), queries),
-        input_output_aliases={1: 2},
+        (out, *_room(out, kv_heads, table.shape[0]), new_pages, out),
+        input_output_aliases={1: 4},
     )
-    out, _, pages, _ = call(
+    out, _, _, _, pages, _ = call(
         qkv,
         pages,
         *_rows(table, kv_lens, cu_q_lens),
@@ -86,9 +85,15 @@ def multiply(x, words, layer, mode, residual=None):
     return call(*operands)
 
 
-def _tiles(tokens, groups, rows):
-    most = -(-tokens // attention.tile_tokens(groups)) + rows
-    return jax.ShapeDtypeStruct((most, attention.TILE_WORDS), I32)
+def _room(out, kv_heads, rows):
+    """Results that only the call itself uses."""
+    tokens, heads, head = out.shape
+    tiles = -(-tokens // job.tile_tokens(heads // kv_heads)) + 2 * rows
+    return (
+        jax.ShapeDtypeStruct((tiles, job.TILE_WORDS), I32),
+        jax.ShapeDtypeStruct((3, rows), I32),
+        jax.ShapeDtypeStruct((rows, heads, head + 2), jnp.float32),
+    )
 
 
 def _rows(table, kv_lens, cu_q_lens):

@@ -21,6 +21,7 @@ from pallas_kernels.cpu.kinds import Kind, element, put
 from pallas_kernels.cpu.tile import MAX_ROWS, multiply
 
 PANEL = 32
+_DISTANCE = 4096  # bytes ahead in the panel, where memory is the limit
 _BLOCK_ROWS = 120  # of x that an item takes: ten tiles
 
 LINEAR, ADD, GATED = range(3)
@@ -65,12 +66,11 @@ def _panel(kind, frame, item):
     # fetch what is probably this core's next one.
     tiles = (stop - row + MAX_ROWS - 1) // MAX_ROWS
     following = b + 2 * panel_bytes if panel + 2 < panels else b
-    share = panel_bytes // max(1, tiles - 1)
     first, start = row, row
     for tile in range(tiles):
         stop_tile = start + (stop - start) * (tile + 1) // tiles
         count = stop_tile - first
-        ahead = b if tile == 0 else following + (tile - 1) * share
+        ahead = following if tile == 1 else b + _DISTANCE
         target = scratch.ctypes.data if mode == GATED else c + first * stride
         multiply(
             kind,

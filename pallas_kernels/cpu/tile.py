@@ -90,8 +90,9 @@ def _emit(b, dot, rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead):
         b.load(pointer(b, b.add(word, ir.Constant(I64, 64 * j))), typ=V16I, align=4)
         for j in range(vectors)
     ]
-    line = b.add(ahead, b.shl(k, ir.Constant(I64, 6)))
-    prefetch_line(b, pointer(b, line))
+    lines = b.add(ahead, b.shl(k, ir.Constant(I64, 7)))
+    for offset in (0, 64):
+        prefetch_line(b, pointer(b, b.add(lines, ir.Constant(I64, offset))))
     new = []
     for r in range(rows):
         row = b.add(a, b.mul(lda, ir.Constant(I64, r)))
@@ -144,7 +145,7 @@ def multiply(
       a, w, c: addresses of A, B and C; lda, ldc: bytes between rows of A and of C;
         ldw: bytes between steps of B, whose vectors lie side by side.
       steps: words of a row of A, at least 1.
-      ahead: a cache line is fetched from here on at each step.
+      ahead: two cache lines are fetched from here on at each step.
     """
     del typingctx
     words = (rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead)

@@ -25,7 +25,7 @@ def _refuse(reason):
 
 
 def _accept(value):
-    def attend(q, *args, scale):
+    def attend(q, *args, scale, window):
         return jnp.full_like(q, value * scale)
 
     return attend
