@@ -9,7 +9,7 @@ Axes: R rows, V vocabulary, E stop ids, W top log-probabilities.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 
 F32, I32, U32 = jnp.float32, jnp.int32, jnp.uint32
 _GROUP = 128
+_ROWS = 8  # sampled at a time
 
 
 class RowParams(NamedTuple):
@@ -112,6 +113,34 @@ def row_keys(params: RowParams) -> jax.Array:
     return jax.vmap(one)(params.key, params.sample_index, params.position)
 
 
+def _by_rows(function: Any, operands: Any) -> Any:
+    """function(operands), a few rows at a time where the device runs them in turn."""
+    rows = jax.tree.leaves(operands)[0].shape[0]
+    if jax.default_backend() != "cpu" or rows % _ROWS:
+        return function(operands)
+    split = jax.tree.map(lambda x: x.reshape(-1, _ROWS, *x.shape[1:]), operands)
+    joined = lax.map(function, split)
+    return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), joined)
+
+
+def _draw(operands: tuple[jax.Array, RowParams]) -> jax.Array:
+    """A token for each row: drawn, or the likeliest where it is greedy."""
+    x, params = operands
+    greedy = params.temperature <= 0
+    scaled = x / jnp.where(greedy, F32(1), params.temperature)[:, None]
+    narrow = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+    scaled = lax.cond(
+        (narrow & ~greedy).any(),
+        lambda y: jnp.where(narrow[:, None], truncate(y, params), y),
+        lambda y: y,
+        scaled,
+    )
+    noise = jax.vmap(lambda k: jax.random.gumbel(k, (x.shape[1],), F32))(
+        row_keys(params)
+    )
+    return argmax(jnp.where(greedy[:, None], x, scaled + noise))
+
+
 def sample(logits: jax.Array, params: RowParams) -> jax.Array:
     """One token a row, i32[R], from f32[R, V] logits.
 
@@ -127,24 +156,13 @@ def sample(logits: jax.Array, params: RowParams) -> jax.Array:
         return x.at[row, column].set(-jnp.inf, mode="drop")
 
     def draw(x: jax.Array) -> jax.Array:
-        scaled = x / jnp.where(greedy, F32(1), params.temperature)[:, None]
-        narrow = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
-        scaled = lax.cond(
-            (narrow & ~greedy).any(),
-            lambda y: jnp.where(narrow[:, None], truncate(y, params), y),
-            lambda y: y,
-            scaled,
-        )
-        noise = jax.vmap(lambda k: jax.random.gumbel(k, (vocab,), F32))(
-            row_keys(params)
-        )
-        x = jnp.where(greedy[:, None], x, scaled + noise)
-        return argmax(x)
+        """Some rows at a time: the temporaries of all would be several times `x`."""
+        return _by_rows(_draw, (x, params))
 
     # Not one `cond` for each part: what a branch passes on unchanged is copied, and
     # the logits are large.
     barred = (params.barred >= 0).any()
-    case = jnp.where(greedy.all(), 0, 2) + barred
+    case = jnp.where(greedy.all(), I32(0), I32(2)) + barred.astype(I32)
     branches = (argmax, lambda x: argmax(bar(x)), draw, lambda x: draw(bar(x)))
     return lax.switch(case, branches, logits)
 
@@ -161,7 +179,8 @@ def logprobs(
     rows, vocab = logits.shape
     width = min(width, vocab)
 
-    def compute() -> Logprobs:
+    def compute(operands: tuple[jax.Array, jax.Array]) -> Logprobs:
+        logits, tokens = operands
         logs = jax.nn.log_softmax(logits, axis=-1)
         chosen = jnp.take_along_axis(logs, tokens[:, None], axis=1)[:, 0]
         rank = 1 + (logs > chosen[:, None]).sum(axis=1, dtype=I32)
@@ -176,4 +195,4 @@ def logprobs(
             jnp.zeros((rows, width), F32),
         )
 
-    return lax.cond(wanted.any(), compute, skip)
+    return lax.cond(wanted.any(), lambda: _by_rows(compute, (logits, tokens)), skip)

@@ -12,7 +12,7 @@ import functools
 import numpy as np
 from numba import njit
 
-from pallas_kernels.cpu import ffi, plan
+from pallas_kernels.cpu import checks, ffi, plan
 from pallas_kernels.cpu import job as j
 from pallas_kernels.cpu import vector as vec
 from pallas_kernels.cpu.attend import attend
@@ -138,6 +138,19 @@ def _run(kind, frame, tile, rotate):
     words[j.GROUPS] = heads // kv_heads
     words[j.SCALE] = vec.load_i32(ffi.data(ffi.argument(frame, _SCALE)))
     words[j.WINDOW] = vec.load_i32(ffi.data(ffi.argument(frame, _WINDOW)))
+    if vec.load_i32(ffi.data(ffi.argument(frame, _CHECKED))) != 0:
+        error = checks.check_rows(frame, job, ffi.size(pages, 0))
+        if error == 0 and writes:
+            error = checks.check_writes(
+                frame,
+                ffi.data(ffi.argument(frame, _PAGE_IDS)),
+                ffi.data(ffi.argument(frame, _OFFSETS)),
+                tokens,
+                ffi.size(pages, 0),
+                ffi.size(pages, 1),
+            )
+        if error != 0:
+            return error
     if writes:
         groups = (tokens + _ROTATE_TOKENS - 1) // _ROTATE_TOKENS
         ffi.loop(frame, rotate, frame, groups)
