@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import cpu
+from pallas_kernels.cpu import PANEL
 
-PANEL = 32
+_LANES = 16  # of a vector: the norm of a row is taken in whole ones
 
 
 @jax.tree_util.register_dataclass
@@ -55,8 +56,11 @@ def pack(weights: jax.Array, *, gated: bool = False) -> Packed:
     layers, inner, columns = weights.shape
     reason = cpu.unavailable()
     each = 2 if weights.dtype == jnp.bfloat16 else 1
-    if reason is None and (columns % PANEL or inner % each):
-        reason = f"{inner} x {columns} weights do not fall into panels of {PANEL}"
+    if reason is None and (columns % PANEL or inner % _LANES):
+        reason = (
+            f"{inner} x {columns} weights are no multiple of {_LANES} x {PANEL}, the "
+            "panels they are packed in"
+        )
     if reason is not None:
         cpu.refuse("a linear layer", reason)
     halves = 2 if gated else 1
@@ -65,11 +69,13 @@ def pack(weights: jax.Array, *, gated: bool = False) -> Packed:
     order = (0, 4, 1, 3, 5, 2)  # L, panel, step, half, column, element
     out = np.empty([shape[i] for i in order], weights.dtype)
     for layer in range(layers):  # one at a time: the copy on the way is small
-        out[layer] = np.asarray(weights[layer]).reshape(shape[1:]).transpose(
-            [i - 1 for i in order[1:]]
+        out[layer] = (
+            np.asarray(weights[layer])
+            .reshape(shape[1:])
+            .transpose([i - 1 for i in order[1:]])
         )
-    words = (layers, columns // PANEL, inner // each, PANEL)
-    return Packed(jnp.asarray(out.reshape((*words, each) if each == 2 else words)), gated)
+    words = (layers, columns // PANEL, inner // each, PANEL, each)
+    return Packed(jnp.asarray(out.reshape(words if each == 2 else words[:4])), gated)
 
 
 def linear(x: jax.Array, weight: Packed, layer: jax.Array | int) -> jax.Array:
@@ -87,6 +93,18 @@ def add_linear(
 def gated_linear(x: jax.Array, weight: Packed, layer: jax.Array | int) -> jax.Array:
     """[T, F] = silu(x G) * (x U) of a gated weight, rounded to its dtype."""
     return _multiply(x, weight, layer, "GATED")
+
+
+def rms_norm(
+    x: jax.Array,  # f32[T, K]
+    scales: jax.Array,  # f32[L, K]
+    layer: jax.Array | int,
+    epsilon: float,
+    weight: Packed,
+) -> jax.Array:  # [T, K] of the weight's dtype
+    """RMS norm of the rows, times scales[layer], for a linear layer to take."""
+    calls = importlib.import_module("pallas_kernels.cpu.calls")
+    return calls.normalize(x, scales, layer, epsilon, weight.dtype)
 
 
 def _multiply(

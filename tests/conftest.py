@@ -20,6 +20,8 @@ if "jax" in sys.modules:
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The CPU kernels check what they are given.
+os.environ["PALLAS_KERNELS_CHECKED"] = "1"
 
 # Most of the suite's time is compilation. The cache holds the compiler's output only:
 # tracing, jit's own caches and the compile events that tests count stay as they are.

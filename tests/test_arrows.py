@@ -34,7 +34,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "jaxserve.kv_size": (),
     "jaxserve.outputs": ("jaxserve.metrics",),
     # The device.
-    "pallas_kernels": ("jax", "numpy"),
+    "pallas_kernels": ("jax", "numpy", "pallas_kernels.cpu"),
+    "pallas_kernels.cpu": ("jax", "numpy", "numba", "llvmlite"),
     "jaxserve.models": (
         "jaxserve.models.base",
         "pallas_kernels",

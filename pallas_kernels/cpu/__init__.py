@@ -23,8 +23,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_OLDEST_NUMBA = (0, 62)
+_OLDEST_NUMBA = (0, 66)
 _MOST_HEAD = 256
+
+PANEL = 32
+"""Columns of a packed weight that lie together."""
 
 
 def unavailable() -> str | None:

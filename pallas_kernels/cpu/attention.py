@@ -183,9 +183,7 @@ def target(kind: Kind) -> str:
 
     def handler(frame):
         ffi.keep(version)
-        return _run(
-            kind, frame, ffi.address_of(tile_name), ffi.address_of(rotate_name)
-        )
+        return _run(kind, frame, ffi.address_of(tile_name), ffi.address_of(rotate_name))
 
     ffi.define(tile_name, ffi.compiled(ffi.BODY, tile))
     ffi.define(rotate_name, ffi.compiled(ffi.BODY, rotate))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cpu import attention, job, linear
+from pallas_kernels.cpu import PANEL, attention, job, linear, norm
 from pallas_kernels.cpu.kinds import FLOATS, PAIRS, Kind
 
 I32 = jnp.int32
@@ -71,7 +71,7 @@ def multiply(x, words, layer, mode, residual=None):
     """f32[T, N] = x[T, K] times layer `layer` of packed words, or as `mode` says."""
     kind = PAIRS if words.ndim == 5 else FLOATS
     dtype = jnp.dtype(jnp.bfloat16 if kind is PAIRS else jnp.float32)
-    columns = words.shape[1] * linear.PANEL
+    columns = words.shape[1] * PANEL
     if mode == linear.GATED:
         out = jax.ShapeDtypeStruct((x.shape[0], columns // 2), dtype)
     else:
@@ -83,6 +83,14 @@ def multiply(x, words, layer, mode, residual=None):
         aliases = {4: 0}
     call = jax.ffi.ffi_call(linear.target(kind), out, input_output_aliases=aliases)
     return call(*operands)
+
+
+def normalize(x, scales, layer, epsilon, dtype):
+    """[T, D] of `dtype`: x[T, D] by rows, normalised, times scales[layer] of [L, D]."""
+    call = jax.ffi.ffi_call(
+        norm.target(kind_of(dtype)), jax.ShapeDtypeStruct(x.shape, dtype)
+    )
+    return call(x, scales, jnp.asarray(layer, I32), jnp.float32(epsilon))
 
 
 def _room(out, kv_heads, rows):

@@ -25,11 +25,11 @@ import numpy as np
 from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from pallas_kernels.cpu.vector import (
     I64,
     add_atomic,
+    builtin,
     load_atomic,
     load_i32,
     load_i64,
@@ -97,7 +97,7 @@ def is_query(frame):
     return True
 
 
-@intrinsic(prefer_literal=True)
+@builtin(prefer_literal=True)
 def address_of(typingctx, name):
     """The address that `define` gave to a name, a constant.
 
@@ -121,7 +121,7 @@ def define(name: str, address: int) -> None:
     llvm.add_symbol(name, address)
 
 
-@intrinsic
+@builtin
 def _call1(typingctx, function, x):
     """Call a C function that takes a 64-bit word and returns one."""
     del typingctx
@@ -134,7 +134,7 @@ def _call1(typingctx, function, x):
     return types.int64(function, x), generate
 
 
-@intrinsic
+@builtin
 def _call2(typingctx, function, x, y):
     """Call a C function that takes two 64-bit words and returns nothing."""
     del typingctx
@@ -208,8 +208,6 @@ def _task(slot):
     add_atomic(slot + _LINGERING, -1)
     _help(slot)  # a loop that counted on this task may have begun
     return 0
-
-
 
 
 @njit
@@ -322,8 +320,10 @@ def compiled(signature: Any, function: Callable[..., Any]) -> int:
         if "no locator available" not in str(error):
             raise
         made = cfunc(signature)(function)  # nowhere to write: compile in every process
+    address = made.address
+    assert address is not None  # it is compiled
     _alive.append(made)
-    return made.address
+    return address
 
 
 _alive: list[Any] = []

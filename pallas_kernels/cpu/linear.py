@@ -15,12 +15,11 @@ import functools
 import numpy as np
 from numba import njit
 
-from pallas_kernels.cpu import ffi
+from pallas_kernels.cpu import PANEL, ffi
 from pallas_kernels.cpu import vector as vec
 from pallas_kernels.cpu.kinds import Kind, element, put
 from pallas_kernels.cpu.tile import MAX_ROWS, multiply
 
-PANEL = 32
 _DISTANCE = 4096  # bytes ahead in the panel, where memory is the limit
 _BLOCK_ROWS = 120  # of x that an item takes: ten tiles
 

@@ -14,11 +14,21 @@ from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
 
 from pallas_kernels.cpu.kinds import FLOATS
-from pallas_kernels.cpu.vector import I32, I64, V16F, V16I, fma, floats, ints
-from pallas_kernels.cpu.vector import pointer, prefetch_line, spread
+from pallas_kernels.cpu.vector import (
+    I32,
+    I64,
+    V16F,
+    V16I,
+    builtin,
+    floats,
+    fma,
+    ints,
+    pointer,
+    prefetch_line,
+    spread,
+)
 
 MAX_ROWS = 12
 """12 rows x 2 vectors of sums, 2 of B and one of A: 27 of AVX-512's 32 registers."""
@@ -133,10 +143,8 @@ def _choose(b: Any, selector: Any, choices: dict[int, Any]) -> None:
     b.position_at_end(done)
 
 
-@intrinsic
-def multiply(
-    typingctx, kind, rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead
-):
+@builtin
+def multiply(typingctx, kind, rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead):
     """C (+)= A * B, for 1 to MAX_ROWS rows and 1 or 2 vectors of 16 columns.
 
     Args:

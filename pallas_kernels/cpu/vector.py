@@ -21,6 +21,9 @@ from numba.extending import intrinsic, models, register_model
 
 LANES = 16
 
+builtin: Any = intrinsic
+"""numba's decorator; its functions are called with one argument less than they take."""
+
 I64, I32, I16, F32 = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
 V16F, V16I, V16H = (ir.VectorType(t, LANES) for t in (F32, I32, I16))
 _PTR = ir.PointerType()

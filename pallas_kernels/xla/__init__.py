@@ -47,7 +47,9 @@ def paged_attention(
     out = _resize(decoded, num_tokens)
     if not (isinstance(num_decode, int) and num_decode == rows):
         q_lens = jnp.where(is_decode, 0, jnp.diff(cu_q_lens))
-        out = attend_chunks(out, queries, pool, table, kv_lens, cu_q_lens[:-1], q_lens, window)
+        out = attend_chunks(
+            out, queries, pool, table, kv_lens, cu_q_lens[:-1], q_lens, window
+        )
     return out.reshape(num_tokens, query_heads, head_size).astype(q.dtype)
 
 

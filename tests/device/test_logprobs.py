@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import pytest
 
 from jaxserve.device import sampling
 from tests.device.row_params import ROWS, VOCAB, softmax
@@ -47,3 +48,16 @@ def test_a_width_of_zero_or_past_the_vocabulary() -> None:
     assert none.top_ids.shape == (1, 0) and none.rank.tolist() == [1]
     wide = logprobs(logits, token, np.array(yes), width=9)
     assert sorted(wide.top_ids[0].tolist()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("vocab", [512, 500, 128])
+@pytest.mark.parametrize("width", [1, 3, 4])
+def test_the_largest_entries_in_order_the_first_of_equals_first(vocab, width):
+    rng = np.random.default_rng(vocab + width)
+    values = rng.integers(0, 6, (7, vocab)).astype(np.float32)  # full of ties
+    values[3] = -np.inf
+    values[4, [200 % vocab, 5, vocab - 1]] = 9
+    order = np.argsort(-values, axis=1, kind="stable")[:, :width]
+    got, ids = jax.jit(sampling.top_k, static_argnums=1)(values, width)
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_array_equal(got, np.take_along_axis(values, order, axis=1))

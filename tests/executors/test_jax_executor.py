@@ -61,3 +61,13 @@ def test_programs_are_shared_and_counted_from_each_executors_start() -> None:
     second.run("r", range(9), 2)
     assert second.stats()["compiles"] == 0
     assert sum(e.data["compiles"] for e in second.of("launch")) == 0
+
+
+def test_a_forked_process_is_told_to_make_its_own_engine(monkeypatch):
+    config = EngineConfig(max_model_len=32, max_num_seqs=2, num_blocks=8)
+    engine = Engine(MODEL, MODEL.init_params(), config)
+    engine.add_request("a", [1, 2], SamplingParams(max_tokens=1))
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    with pytest.raises(RuntimeError, match=f"made in process {parent} .* 'spawn'"):
+        engine.step()

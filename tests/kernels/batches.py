@@ -85,3 +85,38 @@ def make_batch(
         cu_q_lens=np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32),
         num_decode=np.int32(num_decode),
     )
+
+
+def part_of(
+    batch: Batch,
+    row: int,
+    part: slice = slice(None),
+    *,
+    at: int = 0,
+    tokens: int | None = None,
+    rows: int | None = None,
+) -> tuple[Batch, slice]:
+    """These tokens of one row alone, as row `at` of a batch, and where they are in it.
+
+    Rows before it are idle: of one token each before a part of one token, which becomes
+    a decode row, and of none before a chunk. Sizes are those of `batch` unless given.
+    """
+    tokens = len(batch.q) if tokens is None else tokens
+    rows = len(batch.kv_lens) if rows is None else rows
+    row_start, row_stop = batch.cu_q_lens[row : row + 2]
+    first, last, _ = part.indices(row_stop - row_start)
+    count = last - first
+    is_decode = count == 1
+    q_lens = np.zeros(rows, np.int32)
+    q_lens[:at] = is_decode
+    q_lens[at] = count
+    cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    where = slice(cu_q_lens[at], cu_q_lens[at + 1])
+    q = np.zeros((tokens, *batch.q.shape[1:]), batch.q.dtype)
+    q[where] = batch.q[row_start + first : row_start + last]
+    table = np.zeros((rows, batch.table.shape[1]), np.int32)
+    table[at] = batch.table[row]
+    kv_lens = np.zeros(rows, np.int32)
+    kv_lens[at] = batch.kv_lens[row] - (row_stop - row_start) + last
+    num_decode = np.int32(at + 1 if is_decode else 0)
+    return Batch(q, batch.pages, table, kv_lens, cu_q_lens, num_decode), where

@@ -15,6 +15,7 @@ def paged_attention(
     kv_lens: np.ndarray,  # i32[R]
     cu_q_lens: np.ndarray,  # i32[R + 1]
     scale: float,
+    window: int | None = None,
 ) -> np.ndarray:  # f64[T, Hq, D]; NaN where no rule fixes the value
     """The value of every token that belongs to a row with KV; NaN for the rest."""
     _, query_heads, _ = q.shape
@@ -26,12 +27,13 @@ def paged_attention(
             continue
         k, v = _rows(pages, table[row], block, kv_len)
         for token in range(start, stop):
-            seen = kv_len - (stop - 1 - token)  # the last token sees all
+            end = kv_len - (stop - 1 - token)  # the last token sees all
+            seen = slice(0 if window is None else max(0, end - window), end)
             for head in range(query_heads):
                 kv_head = head * kv_heads // query_heads
-                logits = k[:seen, kv_head] @ q[token, head].astype(np.float64) * scale
+                logits = k[seen, kv_head] @ q[token, head].astype(np.float64) * scale
                 weights = np.exp(logits - logits.max())
-                out[token, head] = weights @ v[:seen, kv_head] / weights.sum()
+                out[token, head] = weights @ v[seen, kv_head] / weights.sum()
     return out
 
 

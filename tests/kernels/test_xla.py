@@ -11,7 +11,8 @@ from jax import lax
 
 from pallas_kernels import paged_attention, write_kv
 from tests.kernels.batches import Shape
-from tests.kernels.suite import MANY, MIXED, AttentionSuite
+from tests.kernels.cases import MANY, MIXED
+from tests.kernels.suite import AttentionSuite
 
 LAYERS = 3
 BLOCKS = 50

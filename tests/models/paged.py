@@ -17,12 +17,24 @@ import numpy as np
 
 from jaxserve.models.base import Batch
 from jaxserve.models.decoder import Decoder
+from pallas_kernels import cpu
+
+
+def forward(decoder: Decoder) -> Any:
+    """The jitted forward pass, pages donated; one per decoder for the whole run.
+
+    There are two where a test turns the CPU kernels off.
+    """
+    return _forward(decoder, cpu.unavailable())
 
 
 @functools.cache
-def forward(decoder: Decoder) -> Any:
-    """The jitted forward pass, pages donated; one per decoder for the whole run."""
-    return jax.jit(decoder.forward, donate_argnums=1)
+def _forward(decoder: Decoder, kernels_off: str | None) -> Any:
+    del kernels_off
+    return jax.jit(
+        lambda params, pages, batch: decoder.forward(params, pages, batch),
+        donate_argnums=1,
+    )
 
 
 class PagedRun:

@@ -19,6 +19,9 @@ from hypothesis import strategies as st
 
 from jaxserve.models import load
 from jaxserve.models.decoder import Decoder, DecoderConfig
+from pallas_kernels import cpu
+from pallas_kernels.cpu import PANEL
+from pallas_kernels.packed import Packed
 from tests.models.paged import PagedRun, forward
 
 FIXTURES = pathlib.Path(__file__).resolve().parents[1] / "fixtures"
@@ -27,9 +30,28 @@ FILES = ("", "model.gguf")
 TOLERANCE = 1e-4
 
 
-@functools.cache
+@pytest.fixture(params=["kernels", "xla"], autouse=True)
+def arithmetic(request, monkeypatch):
+    """Every test here runs on packed weights and kernels, and in plain XLA."""
+    if request.param == "xla":
+        monkeypatch.setattr(cpu, "unavailable", lambda: "this test is of XLA")
+
+
 def loaded(model: str, file: str = ""):
+    return _loaded(model, file, cpu.unavailable())
+
+
+@functools.cache
+def _loaded(model: str, file: str, kernels_off: str | None):
+    del kernels_off
     return load(FIXTURES / model / file, "float32")
+
+
+def plain(embedding) -> jax.Array:
+    """An embedding [V, d] that may be packed."""
+    if isinstance(embedding, Packed):
+        return embedding.rows(jnp.arange(embedding.words.shape[1] * PANEL))
+    return embedding
 
 
 @functools.cache
@@ -147,11 +169,11 @@ def test_kernels_are_given_valid_pages_of_their_layer(monkeypatch):
     batch = run.batch({"a": [1, 2, 3]}, every=False)
     tables = []
 
-    def attend(q, pages, table, *rest, scale):
+    def attend(qkv, cos, sin, pages, page_ids, offsets, table, *rest, scale):
         tables.append(np.asarray(table))
-        return q
+        return qkv[:, : decoder.config.num_heads], pages
 
-    monkeypatch.setattr("jaxserve.models.decoder.paged_attention", attend)
+    monkeypatch.setattr("jaxserve.models.decoder.rotary_attention", attend)
     with jax.disable_jit():
         decoder.forward(params, run.pages, batch)
     block = int(batch.table[0, 0])
@@ -174,7 +196,9 @@ def test_tied_head_is_the_embedding_exactly():
     untied = Decoder(dataclasses.replace(decoder.config, tied=False))
     ids = {"a": [7, 3, 9, 1]}
     tied = PagedRun(decoder, params).step(ids)["a"]
-    head = {**params, "head": jnp.array(params["embed"])}
+    head = {**params, "head": jax.tree.map(jnp.array, params["embed"])}
+    # The embedding of an untied model is looked up only, and never packed.
+    head["embed"] = plain(params["embed"])
     np.testing.assert_array_equal(PagedRun(untied, head).step(ids)["a"], tied)
 
 

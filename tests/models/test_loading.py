@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from jaxserve.models import load
 from jaxserve.models.hf_checkpoint import SafetensorsSource, read_config
 from jaxserve.models.locate import locate, smollm2_path
+from jaxserve.models.weights import load_params
 from tests.models.paged import PagedRun
 
 FIXTURES = pathlib.Path(__file__).resolve().parents[1] / "fixtures"
@@ -100,7 +101,9 @@ def test_bfloat16_sharded_whole_and_sliced(tmp_path):
 
 def test_a_bfloat16_checkpoint_keeps_its_bits(tmp_path):
     weights = {name: value.astype(BF16) for name, value in tensors(TINY).items()}
-    _, params, _ = load(write(tmp_path, weights), "bfloat16")
+    folder = write(tmp_path, weights)
+    config, source = read_config(folder, "bfloat16"), SafetensorsSource(folder)
+    params = load_params(config, source)
     assert params["head"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(params["head"]), weights["lm_head.weight"])
     down = weights["model.layers.1.mlp.down_proj.weight"]

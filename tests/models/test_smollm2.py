@@ -85,18 +85,27 @@ def test_prompt_logits_and_greedy_tokens():
     assert checked > 16 * 48 * 0.99
 
 
-def test_bfloat16_agrees_where_the_choice_is_clear():
+def test_bfloat16_agrees_within_its_precision():
     expected = reference()
-    cache = run("bfloat16", 512)
-    names = ["laws", "code", "chinese", "capital", "turns"]
-    logits = cache.step({name: prompts()[name] for name in names}, every=False)
-    clear = 0
-    for name in names:
-        row = list(prompts()).index(name)
-        if expected["margins"][row, 0] > 1.0:
-            assert logits[name].argmax() == expected["tokens"][row, 0]
-            clear += 1
-    assert clear
+    cache = run("bfloat16", 1024)
+    logits = cache.step(prompts(), every=False)
+    errors, values, rows = [], [], list(prompts())
+    for row, name in enumerate(rows):
+        for ids, wanted in (
+            (expected["top_ids"][row], expected["top_logits"][row]),
+            (expected["sample_ids"], expected["sample_logits"][row]),
+        ):
+            errors.append(logits[name][ids] - wanted)
+            values.append(wanted)
+    largest = max(np.abs(error).max() for error in errors)
+    relative = np.linalg.norm(np.concatenate(errors)) / np.linalg.norm(
+        np.concatenate(values)
+    )
+    assert relative <= 3e-2
+    clear = np.flatnonzero(expected["margins"][:, 0] > 2 * largest)
+    assert len(clear) > 4
+    for row in clear:
+        assert logits[rows[row]].argmax() == expected["tokens"][row, 0]
 
 
 def test_tokenizer_ids():

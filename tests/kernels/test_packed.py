@@ -1,0 +1,202 @@
+"""Packed weights: what `pack` holds, and layers that read them, against NumPy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_kernels import packed
+from pallas_kernels.packed import pack
+from tests.kernels.marks import needs_cpu_kernels
+
+ROWS = 15  # a tile of 12 and more
+pytestmark = needs_cpu_kernels
+DTYPES = [jnp.float32, jnp.bfloat16]
+
+
+def _weights(layers, inner, columns, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((layers, inner, columns), np.float32).astype(dtype)
+
+
+def _rows(*shape):
+    return np.random.default_rng(1).standard_normal(shape, np.float32)
+
+
+def _product(x, weight):
+    """f64 of x W, with x rounded to the weights' dtype as the kernels do."""
+    return x.astype(weight.dtype).astype(np.float64) @ weight.astype(np.float64)
+
+
+def _swiglu(x, weight):
+    gate, up = np.split(_product(x, weight), 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def _check(actual, expected, x, weight):
+    """Compare, with room for a few roundings of the sums' largest parts."""
+    room = 8 * 2.0**-24 * _product(np.abs(x), np.abs(weight))
+    assert actual.dtype == jnp.float32
+    assert (np.abs(np.asarray(actual, np.float64) - expected) <= room).all()
+
+
+@pytest.mark.parametrize(
+    ("inner", "columns", "dtype"),
+    [
+        (inner, columns, dtype)
+        for dtype in DTYPES
+        for inner, columns in [(16, 32), (48, 96), (304, 320)]
+    ],
+)
+class TestSizes:
+    def test_linear_multiplies(self, inner, columns, dtype):
+        weight = _weights(1, inner, columns, dtype)
+        x = _rows(ROWS, inner)
+        actual = packed.linear(x, pack(jnp.asarray(weight)), 0)
+        _check(actual, _product(x, weight[0]), x, weight[0])
+
+    def test_add_linear_adds(self, inner, columns, dtype):
+        weight = _weights(1, inner, columns, dtype)
+        x, y = _rows(ROWS, inner), _rows(ROWS, columns)
+        actual = packed.add_linear(jnp.asarray(y), x, pack(jnp.asarray(weight)), 0)
+        _check(actual, y + _product(x, weight[0]), x, weight[0])
+
+    def test_gated_linear_gates_with_silu(self, inner, columns, dtype):
+        weight = _weights(1, inner, columns, dtype)
+        x = _rows(ROWS, inner) / np.float32(inner**0.5)
+        actual = packed.gated_linear(x, pack(jnp.asarray(weight), gated=True), 0)
+        assert actual.dtype == dtype
+        rounding = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-18
+        np.testing.assert_allclose(
+            np.asarray(actual, np.float64),
+            _swiglu(x, weight[0]),
+            rtol=rounding,
+            atol=2.0**-18,
+        )
+
+    def test_rows_are_the_columns(self, inner, columns, dtype):
+        weight = _weights(1, inner, columns, dtype)
+        tokens = np.array([columns - 1, 0, 7, 31, 7, columns // 2], np.int32)
+        actual = jax.jit(lambda w, t: w.rows(t))(pack(jnp.asarray(weight)), tokens)
+        assert actual.dtype == dtype
+        np.testing.assert_array_equal(actual, weight[0].T[tokens])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packing_takes_no_more_memory(dtype):
+    weight = jnp.asarray(_weights(2, 64, 96, dtype))
+    assert pack(weight).words.nbytes == weight.nbytes
+    assert pack(weight).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scan_takes_layer_after_layer(dtype):
+    """The layer's number is traced; each layer has other weights."""
+    layers, size = 3, 64
+    mix, gate, down = (
+        _weights(layers, size, n * size, dtype, seed) / np.array(8, dtype)
+        for seed, n in enumerate((1, 2, 1))
+    )
+    x = _rows(ROWS, size)
+
+    @jax.jit
+    def forward(x, mix, gate, down):
+        def layer(x, i):
+            y = packed.linear(x, mix, i)
+            return packed.add_linear(x, packed.gated_linear(y, gate, i), down, i), None
+
+        return lax.scan(layer, x, jnp.arange(layers))[0]
+
+    weights = (pack(jnp.asarray(w), gated=w is gate) for w in (mix, gate, down))
+    actual = forward(x, *weights)
+    expected = x.astype(np.float64)
+    for i in range(layers):
+        gated = _swiglu(_product(expected, mix[i]), gate[i])
+        expected = expected + _product(gated, down[i])
+    atol = 5e-2 if dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
+
+
+def test_add_linear_adds_in_place():
+    weight = jax.eval_shape(lambda: jnp.zeros((1, 2, 64, 32)))
+    weight = packed.Packed(weight, gated=False)
+    y = jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    add = jax.jit(lambda y, w: packed.add_linear(y, y, w, 0), donate_argnums=0)
+    memory = add.lower(y, weight).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 256 * 64 * 4
+
+
+def test_no_rows_give_no_rows():
+    weight = pack(jnp.asarray(_weights(1, 16, 32, jnp.float32)))
+    assert packed.linear(jnp.zeros((0, 16)), weight, 0).shape == (0, 32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_scales_rows_to_unit_mean_square(dtype):
+    weight = pack(jnp.asarray(_weights(1, 48, 32, dtype)))
+    x, scales = _rows(ROWS, 48) * np.float32(30), _rows(3, 48)
+    x[4] = 0
+    actual = packed.rms_norm(x, scales, 2, 1e-5, weight)
+    assert actual.dtype == dtype
+    mean_square = np.mean(np.square(x.astype(np.float64)), axis=1, keepdims=True)
+    expected = x / np.sqrt(mean_square + 1e-5) * scales[2]
+    rtol = 2.0**-8 if dtype == jnp.bfloat16 else 1e-6
+    np.testing.assert_allclose(np.asarray(actual, np.float32), expected, rtol=rtol)
+
+
+def test_a_gated_weight_is_for_gated_linear_alone():
+    weight = jnp.asarray(_weights(1, 16, 64, jnp.float32))
+    x, y = jnp.zeros((2, 16)), jnp.zeros((2, 64))
+    plain, gated = pack(weight), pack(weight, gated=True)
+    for call in (
+        lambda: packed.gated_linear(x, plain, 0),
+        lambda: packed.linear(x, gated, 0),
+        lambda: packed.add_linear(y, x, gated, 0),
+    ):
+        with pytest.raises(ValueError, match="gated="):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("inner", "columns", "dtype"),
+    [(16, 48, jnp.float32), (24, 32, jnp.float32), (17, 32, jnp.bfloat16)],
+)
+def test_shapes_that_do_not_fall_into_panels_are_refused(inner, columns, dtype):
+    with pytest.raises(NotImplementedError, match=f"{inner} x {columns} weights"):
+        pack(jnp.zeros((1, inner, columns), dtype))
+
+
+@pytest.mark.xfail(
+    raises=pytest.fail.Exception,
+    reason="pack takes them; float16 is then read as if it were float32",
+)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.int8])
+def test_dtypes_that_no_kernel_multiplies_are_refused(dtype):
+    with pytest.raises(NotImplementedError, match=jnp.dtype(dtype).name):
+        pack(jnp.zeros((1, 16, 32), dtype))
+
+
+@pytest.mark.xfail(
+    raises=AssertionError,
+    reason="the columns of the two halves come out in the panels' order",
+)
+def test_the_rows_of_a_gated_weight_are_its_columns_or_refused():
+    weight = _weights(1, 16, 64, jnp.float32)
+    try:
+        rows = pack(jnp.asarray(weight), gated=True).rows(jnp.arange(64))
+    except ValueError:
+        return
+    np.testing.assert_array_equal(rows, weight[0].T)
+
+
+@pytest.mark.xfail(
+    raises=pytest.fail.Exception, reason="the kernel reads past the end of the rows"
+)
+def test_rows_of_another_length_are_refused():
+    weight = pack(jnp.zeros((1, 32, 32)))
+    x = jax.ShapeDtypeStruct((1, 16), jnp.float32)
+    with pytest.raises(ValueError, match="32"):
+        jax.eval_shape(lambda x: packed.linear(x, weight, 0), x)
