@@ -1,7 +1,7 @@
 """The one attention interface over paged KV, and the one way to write KV rows.
 
-Owns the argument rules and the order in which implementations are tried. Never sees a
-layer, a model or a block pool: the caller folds layers into pages.
+Owns what the arguments mean and the order in which implementations are tried. Never
+sees a layer, a model or a block pool: the caller folds layers into pages.
 
 Axes: T tokens of the batch, R rows (sequences), M columns of a row's block list,
 NP pages (layers x blocks), B tokens a page, Hq query heads, Hkv KV heads, D head size.
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import cpu, reference, rotary, xla
+from pallas_kernels.arguments import check, check_rotary
 
 Implementation = Callable[..., jax.Array]
 """`paged_attention` without the name; NotImplementedError: not for these arguments."""
@@ -25,8 +26,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": reference.paged_attention,
 }
 """By name, in the order tried."""
-
-_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 
 
 def paged_attention(
@@ -67,7 +66,7 @@ def paged_attention(
       NotImplementedError: the named implementation does not take these arguments.
       ExceptionGroup: none takes them; it holds the reason of each.
     """
-    _check(q, pages, table, kv_lens, cu_q_lens, num_decode, window)
+    check(q, pages, table, kv_lens, cu_q_lens, num_decode, window)
     arguments = (q, pages, table, kv_lens, cu_q_lens, num_decode)
     if implementation is not None:
         if implementation not in IMPLEMENTATIONS:
@@ -105,7 +104,7 @@ def rotary_attention(
     cos: jax.Array,  # f32[T, D / 2]
     sin: jax.Array,  # f32[T, D / 2]
     pages: jax.Array,  # [NP, B, Hkv, 2, D] f32 or bf16
-    page_ids: jax.Array,  # i32[T]; NP or more writes nothing
+    page_ids: jax.Array,  # i32[T], not negative; NP or more writes nothing
     offsets: jax.Array,  # i32[T] in [0, B)
     table: jax.Array,  # i32[R, M]
     kv_lens: jax.Array,  # i32[R]
@@ -121,11 +120,12 @@ def rotary_attention(
     `rotary.rotate`, `write_kv` and `paged_attention` in one, for the implementations
     that gain by it; the arguments and errors are theirs.
     """
+    check_rotary(qkv, cos, sin, pages, page_ids, offsets)
     rest = (table, kv_lens, cu_q_lens, num_decode)
     options = {"scale": scale, "window": window}
     kv_heads = pages.shape[2]
     heads = qkv.shape[1] - 2 * kv_heads
-    _check(qkv[:, :heads], pages, *rest, window)
+    check(qkv[:, :heads], pages, *rest, window)
     if implementation in (None, "cpu"):
         try:
             return cpu.rotary_attention(
@@ -141,45 +141,3 @@ def rotary_attention(
         q.astype(pages.dtype), pages, *rest, **options, implementation=implementation
     )
     return out, pages
-
-
-def _check(
-    q: jax.Array,
-    pages: jax.Array,
-    table: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    num_decode: jax.Array | int,
-    window: int | None,
-) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"{window=} must be at least 1: a token sees itself; or None")
-    for name, array, axes in (
-        ("q", q, "[T, Hq, D]"),
-        ("pages", pages, "[NP, B, Hkv, 2, D]"),
-        ("table", table, "[R, M]"),
-        ("kv_lens", kv_lens, "[R]"),
-        ("cu_q_lens", cu_q_lens, "[R + 1]"),
-        ("num_decode", num_decode, "[]"),
-    ):
-        rank = len(axes.split(",")) if axes != "[]" else 0
-        if jnp.ndim(array) != rank:
-            raise ValueError(f"{name} of shape {jnp.shape(array)} must be {axes}")
-    if q.dtype not in _DTYPES or pages.dtype not in _DTYPES:
-        raise ValueError(
-            f"q of {q.dtype} and pages of {pages.dtype} must be float32 or bfloat16"
-        )
-    _, query_heads, head_size = q.shape
-    _, _, kv_heads, two, page_head_size = pages.shape
-    if two != 2 or page_head_size != head_size:
-        raise ValueError(
-            f"pages of shape {pages.shape} must end in (2, D) with D={head_size} of q"
-        )
-    if query_heads % kv_heads:
-        raise ValueError(f"Hq={query_heads} of q must be a multiple of {kv_heads=}")
-    rows = table.shape[0]
-    if kv_lens.shape != (rows,) or cu_q_lens.shape != (rows + 1,):
-        raise ValueError(
-            f"kv_lens of shape {kv_lens.shape} and cu_q_lens of shape "
-            f"{cu_q_lens.shape} must be [R] and [R + 1], with R={rows} of table"
-        )

@@ -41,8 +41,23 @@ class Packed:
         """Of the weights."""
         return self.words.dtype
 
+    @property
+    def inner(self) -> int:
+        """K."""
+        return self.words.shape[2] * (self.words.ndim - 3)  # 5 axes: two to a word
+
+    @property
+    def columns(self) -> int:
+        """N."""
+        return self.words.shape[1] * PANEL
+
     def rows(self, columns: jax.Array) -> jax.Array:
         """The columns i32[T] of the one weight of this stack, as rows [T, K]."""
+        if self.gated or self.words.shape[0] != 1:
+            raise ValueError(
+                f"rows are of one plain weight, not of {self.words.shape[0]} with "
+                f"gated={self.gated}"
+            )
         picked = self.words[0, columns // PANEL, :, columns % PANEL]
         return picked.reshape(columns.shape[0], -1)
 
@@ -56,6 +71,8 @@ def pack(weights: jax.Array, *, gated: bool = False) -> Packed:
     layers, inner, columns = weights.shape
     reason = cpu.unavailable()
     each = 2 if weights.dtype == jnp.bfloat16 else 1
+    if reason is None and weights.dtype not in (jnp.float32, jnp.bfloat16):
+        reason = f"weights of {weights.dtype} are neither float32 nor bfloat16"
     if reason is None and (columns % PANEL or inner % _LANES):
         reason = (
             f"{inner} x {columns} weights are no multiple of {_LANES} x {PANEL}, the "
@@ -103,6 +120,12 @@ def rms_norm(
     weight: Packed,
 ) -> jax.Array:  # [T, K] of the weight's dtype
     """RMS norm of the rows, times scales[layer], for a linear layer to take."""
+    if x.ndim != 2 or x.shape[1:] != scales.shape[1:] or x.shape[1] != weight.inner:
+        raise ValueError(
+            f"x of shape {x.shape} and scales of shape {scales.shape} must be [T, K] "
+            f"and [L, K] with K={weight.inner} of the weight"
+        )
+    x, scales = (array.astype(jnp.float32) for array in (x, scales))
     calls = importlib.import_module("pallas_kernels.cpu.calls")
     return calls.normalize(x, scales, layer, epsilon, weight.dtype)
 
@@ -112,5 +135,13 @@ def _multiply(
 ) -> jax.Array:
     if weight.gated != (mode == "GATED"):
         raise ValueError(f"a weight packed with gated={weight.gated} is no {mode} one")
+    if x.ndim != 2 or x.shape[1] != weight.inner:
+        raise ValueError(f"x of shape {x.shape} must be [T, K] with K={weight.inner}")
+    for y in more:
+        if y.shape != (x.shape[0], weight.columns) or y.dtype != jnp.float32:
+            raise ValueError(
+                f"y of {y.dtype}{list(y.shape)} must be "
+                f"float32[{x.shape[0]}, {weight.columns}]"
+            )
     calls = importlib.import_module("pallas_kernels.cpu.calls")
     return calls.multiply(x, weight.words, layer, getattr(calls.linear, mode), *more)

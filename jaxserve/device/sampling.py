@@ -104,7 +104,7 @@ def argmax(x: jax.Array) -> jax.Array:
 
 
 def top_k(x: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """The `width` largest entries of each row of f32[R, V], and their indices i32[R, W].
+    """(f32[R, W], i32[R, W]): the W largest entries of rows f32[R, V], and where.
 
     Descending; of equal entries the first comes first. In two levels where V allows:
     the entries looked for lie in the groups with the largest maxima.
@@ -145,10 +145,13 @@ def _by_rows(function: Any, operands: Any) -> Any:
 
     def split(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, ((0, -rows % _ROWS), *[(0, 0)] * (x.ndim - 1)))
-        return x.reshape(-1, _ROWS, *x.shape[1:])
+        return x.reshape(len(x) // _ROWS, _ROWS, *x.shape[1:])
+
+    def join(x: jax.Array) -> jax.Array:
+        return x.reshape(len(x) * _ROWS, *x.shape[2:])[:rows]
 
     joined = lax.map(function, jax.tree.map(split, operands))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:rows], joined)
+    return jax.tree.map(join, joined)
 
 
 def _draw(operands: tuple[jax.Array, RowParams]) -> jax.Array:

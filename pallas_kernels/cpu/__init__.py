@@ -45,8 +45,10 @@ def _unusable() -> str | None:
         return f"{platform.system()} on {platform.machine()} is not Linux on x86_64"
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed; pip install 'jaxserve[cpu]'"
-    import numba
-
+    try:
+        numba = importlib.import_module("numba")
+    except ImportError as error:  # as with a NumPy that it does not know
+        return f"numba does not load: {error}"
     if tuple(map(int, numba.__version__.split(".")[:2])) < _OLDEST_NUMBA:
         oldest = ".".join(map(str, _OLDEST_NUMBA))
         return f"numba {numba.__version__} is older than {oldest}"

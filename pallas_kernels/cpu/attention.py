@@ -7,8 +7,6 @@ and values, are rotated first, and the KV is written before anybody attends.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 from numba import njit
 
@@ -92,7 +90,7 @@ def _rotate(kind, frame, item):
         for h in range(queries):
             _turn(kind, source + h * head * 4, out + h * row_size, cos, sin, head)
         page = vec.load_i32(ffi.data(ffi.argument(frame, _PAGE_IDS)) + 4 * token)
-        if page >= ffi.size(pages, 0):
+        if page < 0 or page >= ffi.size(pages, 0):
             continue
         offset = vec.load_i32(ffi.data(ffi.argument(frame, _OFFSETS)) + 4 * token)
         out = ffi.data(ffi.result(frame, _NEW_PAGES))
@@ -167,7 +165,7 @@ def _run(kind, frame, tile, rotate):
     return words[0] * 0  # the words live until here
 
 
-@functools.cache
+@ffi.once
 def target(kind: Kind) -> str:
     """The name of the FFI target for a kind; compiles it the first time."""
     version, name = ffi.version(), f"pallas_kernels_attention_{kind.name}"

@@ -109,5 +109,5 @@ def _rows(table, kv_lens, cu_q_lens):
 
 
 def _options(scale, window, checked):
-    window = _EVERYTHING if window is None else window
+    window = _EVERYTHING if window is None else min(window, _EVERYTHING)
     return jnp.float32(scale), jnp.int32(window), jnp.int32(checked)

@@ -15,28 +15,23 @@ from pallas_kernels.cpu import vector as vec
 _LONGEST = 160
 
 
-def _message(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode(), np.uint8)
-
-
-_CU_Q_LENS = _message(
-    "cu_q_lens must start at 0, never fall and stay within the token axis; it does not "
-    "at row "
+_CU_Q_LENS = ffi.text(
+    "cu_q_lens must start at 0, never fall and stay within the token axis; it has "
 )
-_KV_LENS = _message(
-    "kv_lens must be 0, or from the row's query tokens up to M * B; it is not in row "
+_KV_LENS = ffi.text(
+    "kv_lens must be 0, or from the row's query tokens up to M * B; it has "
 )
-_TABLE = _message("the table must name pages in [0, NP) up to kv_len; it names page ")
-_PAGE_ID = _message("page_ids must not be negative; there is ")
-_OFFSET = _message("offsets must be in [0, B); there is ")
+_TABLE = ffi.text("the table must name pages in [0, NP) up to kv_len; it names page ")
+_PAGE_ID = ffi.text("page_ids must not be negative; there is ")
+_OFFSET = ffi.text("offsets must be in [0, B); there is ")
 
 
 @njit
 def _fail(frame, message, value):
     """The error that says `message`, then `value`."""
     text = np.zeros(_LONGEST + 24, np.uint8)
-    text[: len(message)] = message
-    at = len(message)
+    at = len(message) - 1  # over its final zero
+    text[:at] = message[:at]
     if value < 0:
         text[at] = 45  # a minus sign
         at += 1
@@ -59,11 +54,11 @@ def check_rows(frame, job, num_pages):
         start = j.item(job, j.CU_Q_LENS, row)
         stop = j.item(job, j.CU_Q_LENS, row + 1)
         if start != before or stop < start or stop > j.get(job, j.TOKENS):
-            return _fail(frame, _CU_Q_LENS, row)
+            return _fail(frame, _CU_Q_LENS, stop if start == before else start)
         before = stop
         kv_len = j.item(job, j.KV_LENS, row)
         if kv_len < 0 or kv_len > columns * block or 0 < kv_len < stop - start:
-            return _fail(frame, _KV_LENS, row)
+            return _fail(frame, _KV_LENS, kv_len)
         for column in range((kv_len + block - 1) // block):
             page = j.item(job, j.TABLE, row * columns + column)
             if page < 0 or page >= num_pages:

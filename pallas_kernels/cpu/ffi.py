@@ -4,8 +4,8 @@ Owns the layout of the C structs (xla/ffi/api/c_api.h, FFI versions 0.3 to 0.5) 
 64-bit words. Never sees what a kernel computes.
 
 A loop's items are claimed one by one from a slot, by the calling thread and by tasks in
-XLA's pool. The caller waits only for items that were claimed, so a pool that is busy,
-too small or gone (in a forked child) makes a loop slower and never hangs it. All that a
+XLA's pool. The caller waits only for items that were claimed, so a pool that is busy or
+too small makes a loop slower and never hangs it. All that a
 task reads before it has claimed an item is the one word it claims from; what it reads
 afterwards stands still until the item is reported done. So a task that comes late finds
 nothing left, or helps with whatever loop uses the slot by then.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import pathlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,8 @@ from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
 
+from pallas_kernels.cpu import amx
+from pallas_kernels.cpu.kinds import Kind
 from pallas_kernels.cpu.vector import (
     I64,
     add_atomic,
@@ -273,17 +276,18 @@ def loop(frame, body, work, items):
     store_atomic(slot + _TAKEN, 0)
 
 
+def text(message: str) -> np.ndarray:
+    """A message as the bytes of a C string, to be a constant of a kernel."""
+    return np.frombuffer(message.encode() + b"\0", np.uint8)
+
+
 @njit
 def refuse(frame, message):
     """An XLA error that carries the C string at `message`; to be returned."""
-    request = _take_slot() + _REQUEST
-    store_i64(request, 32)
-    store_i64(request + 8, 0)
-    store_i64(request + 16, message)
-    store_i64(request + 24, _INVALID_ARGUMENT)
-    error = _call1(word(word(frame, _API), _ERROR_CREATE), request)
-    store_atomic(request - _REQUEST + _TAKEN, 0)
-    return error
+    words = np.zeros(4, np.int64)
+    words[0], words[2], words[3] = 32, message, _INVALID_ARGUMENT
+    error = _call1(word(word(frame, _API), _ERROR_CREATE), words.ctypes.data)
+    return error + words[1]  # which is 0: keeps the words alive until here
 
 
 HANDLER = types.int64(types.int64)
@@ -295,7 +299,7 @@ BODY = types.void(types.int64, types.int64)
 
 @functools.cache
 def version() -> int:
-    """A number that stands for the source of all kernels.
+    """A number that stands for the source of all kernels, and what Linux permits.
 
     Numba's cache on disk looks at the file of the function that is compiled, and at the
     values it closes over, but not at the files of the functions that it calls. So each
@@ -304,6 +308,7 @@ def version() -> int:
     digest = hashlib.sha256()
     for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
+    digest.update(b"tiles" if amx.permitted() else b"no tiles")
     return int.from_bytes(digest.digest()[:7], "little")
 
 
@@ -327,6 +332,23 @@ def compiled(signature: Any, function: Callable[..., Any]) -> int:
 
 
 _alive: list[Any] = []
+
+
+def once(make: Callable[[Kind], str]) -> Callable[[Kind], str]:
+    """Make a target when it is first asked for; threads that ask meanwhile wait."""
+    made: dict[Kind, str] = {}
+
+    @functools.wraps(make)
+    def target(kind: Kind) -> str:
+        with _making:
+            if kind not in made:
+                made[kind] = make(kind)
+            return made[kind]
+
+    return target
+
+
+_making = threading.Lock()
 
 
 def register(name: str, address: int) -> None:

@@ -10,8 +10,6 @@ core multiplies all rows by before it goes on.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 from numba import njit
 
@@ -22,6 +20,8 @@ from pallas_kernels.cpu.tile import MAX_ROWS, multiply
 
 _DISTANCE = 4096  # bytes ahead in the panel, where memory is the limit
 _BLOCK_ROWS = 120  # of x that an item takes: ten tiles
+
+_NO_LAYER = ffi.text("layer must be from 0 to L - 1 of the weights [L, K, N]")
 
 LINEAR, ADD, GATED = range(3)
 _ZERO, _ONE, _LEAST_GATE = (np.float32(x) for x in (0, 1, -87))
@@ -38,7 +38,8 @@ def _gate(kind, rows, c, out, stride):
     for i in range(rows):
         gate, up = vec.load(c + 128 * i), vec.load(c + 128 * i + 64)
         # Below -87 the gate is 0 to float32's precision, and exp(-gate) overflows.
-        less = vec.exp(vec.sub(vec.fill(_ZERO), vec.at_least(gate, _LEAST_GATE)))
+        gate = vec.at_least(gate, _LEAST_GATE)
+        less = vec.exp(vec.sub(vec.fill(_ZERO), gate))
         gate = vec.div(gate, vec.add(vec.fill(_ONE), less))
         put(kind, out + i * stride, vec.mul(gate, up))
 
@@ -95,13 +96,16 @@ def _panel(kind, frame, item):
 def _run(kind, frame, body):
     if ffi.is_query(frame):
         return 0
+    layer = vec.load_i32(ffi.data(ffi.argument(frame, 2)))
+    if layer < 0 or layer >= ffi.size(ffi.argument(frame, 1), 0):
+        return ffi.refuse(frame, _NO_LAYER.ctypes.data)
     rows = ffi.size(ffi.argument(frame, 0), 0)
     panels = ffi.size(ffi.argument(frame, 1), 1)
     ffi.loop(frame, body, frame, panels * _blocks(rows))
     return 0
 
 
-@functools.cache
+@ffi.once
 def target(kind: Kind) -> str:
     """The name of the FFI target for a kind; compiles it the first time."""
     version, name = ffi.version(), f"pallas_kernels_linear_{kind.name}"

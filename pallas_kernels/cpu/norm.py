@@ -7,8 +7,6 @@ XLA adds up a row in an order that depends on how many rows there are; here it d
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 from numba import njit
 
@@ -20,6 +18,7 @@ from pallas_kernels.cpu.kinds import Kind, element, put
 _X, _SCALE, _LAYER, _EPSILON = range(4)
 
 _ROWS = 4  # of one item
+_NO_LAYER = ffi.text("layer must be from 0 to L - 1 of the scales [L, K]")
 
 
 @njit
@@ -47,12 +46,15 @@ def _normalize(kind, frame, item):
 def _run(kind, frame, body):
     if ffi.is_query(frame):
         return 0
+    layer = vec.load_i32(ffi.data(ffi.argument(frame, _LAYER)))
+    if layer < 0 or layer >= ffi.size(ffi.argument(frame, _SCALE), 0):
+        return ffi.refuse(frame, _NO_LAYER.ctypes.data)
     rows = ffi.size(ffi.argument(frame, _X), 0)
     ffi.loop(frame, body, frame, (rows + _ROWS - 1) // _ROWS)
     return 0
 
 
-@functools.cache
+@ffi.once
 def target(kind: Kind) -> str:
     """The name of the FFI target for a kind; compiles it the first time."""
     version, name = ffi.version(), f"pallas_kernels_norm_{kind.name}"

@@ -15,6 +15,7 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 
+from pallas_kernels.cpu import amx
 from pallas_kernels.cpu.kinds import FLOATS
 from pallas_kernels.cpu.vector import (
     I32,
@@ -32,6 +33,10 @@ from pallas_kernels.cpu.vector import (
 
 MAX_ROWS = 12
 """12 rows x 2 vectors of sums, 2 of B and one of A: 27 of AVX-512's 32 registers."""
+
+
+TILES = amx.Tiles() if amx.permitted() else None
+"""How AMX is used in this process, where the machine has it."""
 
 
 class _BFloat(ir.Type):
@@ -122,9 +127,34 @@ def _emit(b, dot, rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead):
         b.store(value, at(i // vectors, i % vectors), align=4)
 
 
-def _native(context: Any) -> bool:
-    """Whether the machine that is compiled for multiplies pairs of bf16 itself."""
-    return "+avx512bf16" in context.codegen().magic_tuple()[2].split(",")
+def _has(context: Any, feature: str) -> bool:
+    """Whether the machine that is compiled for has an instruction set."""
+    return f"+{feature}" in context.codegen().magic_tuple()[2].split(",")
+
+
+def _emit_pairs(b, tiles, dot, rows, vectors, add, a, lda, w, ldw, steps, *rest):
+    """Whole chunks on tiles, and what is left of a row, if anything, as elsewhere."""
+    c, ldc, ahead = rest
+    if tiles is None:
+        _emit(b, dot, rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead)
+        return
+    chunks = b.sdiv(steps, ir.Constant(I64, amx.CHUNK))
+    done = b.mul(chunks, ir.Constant(I64, amx.CHUNK))
+    some = b.icmp_signed(">", chunks, ir.Constant(I64, 0))
+    with b.if_else(some) as (then, otherwise):
+        with then:
+            amx.emit(
+                b, tiles, rows, vectors, add, a, lda, w, ldw, chunks, c, ldc, ahead
+            )
+            with b.if_then(b.icmp_signed(">", steps, done)):
+                a_left = b.add(a, b.shl(done, ir.Constant(I64, 2)))
+                w_left = b.add(w, b.mul(done, ldw))
+                left = b.sub(steps, done)
+                _emit(
+                    b, dot, rows, vectors, 1, a_left, lda, w_left, ldw, left, c, ldc, a
+                )
+        with otherwise:
+            _emit(b, dot, rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead)
 
 
 def _choose(b: Any, selector: Any, choices: dict[int, Any]) -> None:
@@ -160,10 +190,12 @@ def multiply(typingctx, kind, rows, vectors, add, a, lda, w, ldw, steps, c, ldc,
 
     def generate(context, builder, signature, args):
         _, rows, vectors, add, *rest = args
+        tiles = None
         if signature.args[0] is FLOATS.numba_type:
             dot = _dot_floats
         else:
-            dot = _dot_native if _native(context) else _dot_pairs
+            dot = _dot_native if _has(context, "avx512bf16") else _dot_pairs
+            tiles = TILES if _has(context, "amx-bf16") else None
         selector = builder.add(
             builder.shl(rows, ir.Constant(I64, 4)),
             builder.add(builder.shl(vectors, ir.Constant(I64, 1)), add),
@@ -172,8 +204,8 @@ def multiply(typingctx, kind, rows, vectors, add, a, lda, w, ldw, steps, c, ldc,
             builder,
             selector,
             {
-                16 * r + 2 * v + plus: lambda r=r, v=v, plus=plus: _emit(
-                    builder, dot, r, v, plus, *rest
+                16 * r + 2 * v + plus: lambda r=r, v=v, plus=plus: _emit_pairs(
+                    builder, tiles, dot, r, v, plus, *rest
                 )
                 for r in range(1, MAX_ROWS + 1)
                 for v in (1, 2, 4)

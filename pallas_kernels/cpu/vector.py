@@ -277,7 +277,10 @@ def round_bf16(b: Any, x: Any) -> Any:
     """bf16 bits in the low halves of 32-bit lanes; to nearest, ties to even."""
     bits = b.bitcast(x, V16I)
     odd = b.and_(b.lshr(bits, ints(16)), ints(1))
-    return b.lshr(b.add(bits, b.add(odd, ints(0x7FFF))), ints(16))
+    rounded = b.add(bits, b.add(odd, ints(0x7FFF)))
+    # A NaN's payload would carry into the exponent, or be rounded to none.
+    quiet = b.or_(bits, ints(0x400000))
+    return b.lshr(b.select(b.fcmp_unordered("uno", x, x), quiet, rounded), ints(16))
 
 
 @op(types.void, types.int64, vector)

@@ -19,9 +19,7 @@ from pallas_kernels import cpu
 
 FIXTURES = pathlib.Path(__file__).resolve().parents[1] / "fixtures"
 TOKENS = 16
-GREEDY = SamplingParams(
-    temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2
-)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
 DRAWN = SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=2, seed=7)
 
 Answer = tuple[list[int], list[dict[int, float]]]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 import numpy as np
+import pytest
 
 from jaxserve.core import empty_plan
 from jaxserve.executors.jax_executor import JaxExecutor
@@ -63,11 +66,10 @@ def test_programs_are_shared_and_counted_from_each_executors_start() -> None:
     assert sum(e.data["compiles"] for e in second.of("launch")) == 0
 
 
-def test_a_forked_process_is_told_to_make_its_own_engine(monkeypatch):
-    config = EngineConfig(max_model_len=32, max_num_seqs=2, num_blocks=8)
-    engine = Engine(MODEL, MODEL.init_params(), config)
-    engine.add_request("a", [1, 2], SamplingParams(max_tokens=1))
+def test_a_forked_process_is_told_to_make_its_own_engine(monkeypatch) -> None:
+    served = Served(JAX, executor=jax_executor(None))
+    served.add("a", range(5), 1)
     parent = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: parent + 1)
-    with pytest.raises(RuntimeError, match=f"made in process {parent} .* 'spawn'"):
-        engine.step()
+    with pytest.raises(RuntimeError, match=f"made in process {parent} .*'spawn'"):
+        served.engine.step()

@@ -114,13 +114,17 @@ class AttentionSuite:
         batch.table[0] = batch.table[1]
         self.check(batch, tolerance(MANY))
 
-    @pytest.mark.parametrize("window", [1, 5, 16, 100, 1000])
-    def test_a_token_may_see_a_window(self, window):
+    @pytest.mark.parametrize(
+        ("name", "window"),
+        [(None, 1), (None, 5), (None, 16), (None, 100), (None, 1000)]
+        + [("bf16, GQA 5, D 80, B 12", 70)],
+    )
+    def test_a_token_may_see_a_window(self, name, window):
         """Less than a block, a block, across strides of 64, and more than there is."""
-        batch = make_batch(
-            MIXED, [1, 1, 1, 1, 40, 3, 1, 11], [63, 160, 0, FULL, 200, 3, 129, 75]
-        )
-        self.check(batch, tolerance(MIXED), window)
+        shape = MIXED if name is None else SHAPES[name]
+        kv_lens = [63, 160, 0, shape.capacity, 200, 3, 129, 75]
+        batch = make_batch(shape, [1, 1, 1, 1, 40, 3, 1, 11], kv_lens)
+        self.check(batch, tolerance(shape), window)
 
     def test_rows_that_share_blocks_may_see_a_window(self):
         """It cuts the longer rows' view of what they share, not the shorter ones'."""

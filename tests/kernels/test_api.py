@@ -91,3 +91,9 @@ def test_an_unknown_name_lists_the_known(batch):
 def test_bad_arguments_are_named(batch, change, message):
     with pytest.raises(ValueError, match=message):
         paged_attention(*batch._replace(**change), scale=1.0)
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_that_leaves_out_the_token_itself_is_refused(batch, window):
+    with pytest.raises(ValueError, match=f"window={window} must be at least 1"):
+        paged_attention(*batch, scale=1.0, window=window)

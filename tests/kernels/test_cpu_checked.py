@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -48,12 +45,12 @@ def _with(array, at, value):
         ("table", (0, 3), NUM_PAGES, r"table must name pages.*it names page 22\b"),
         ("table", (2, 2), -7, r"table must name pages.*it names page -7\b"),
         ("table", (2, 0), 2**31 - 1, r"table must name pages.*names page 2147483647\b"),
-        ("kv_lens", 0, -1, r"kv_lens must be 0, or from .*in row 0\b"),
-        ("kv_lens", 0, 81, r"kv_lens must be 0, or .*up to M . B; .*in row 0\b"),
-        ("kv_lens", 2, 9, r"kv_lens must be 0, or from .*query tokens.*in row 2\b"),
-        ("cu_q_lens", 0, 1, r"cu_q_lens must start at 0.*at row 0\b"),
-        ("cu_q_lens", 2, 0, r"cu_q_lens must .*never fall.*at row 1\b"),
-        ("cu_q_lens", 4, 17, r"cu_q_lens must .*within the token axis.*at row 3\b"),
+        ("kv_lens", 0, -1, r"kv_lens must be 0, or from .*it has -1\b"),
+        ("kv_lens", 0, 81, r"kv_lens must be 0, or .*up to M . B; it has 81\b"),
+        ("kv_lens", 2, 9, r"kv_lens must be 0, or from .*query tokens.*it has 9\b"),
+        ("cu_q_lens", 0, 1, r"cu_q_lens must start at 0.*it has 1\b"),
+        ("cu_q_lens", 2, 0, r"cu_q_lens must .*never fall.*it has 0\b"),
+        ("cu_q_lens", 4, 17, r"cu_q_lens must .*within the token axis; it has 17\b"),
     ],
 )
 @pytest.mark.usefixtures("checked")
@@ -87,7 +84,7 @@ def test_kv_that_is_written_outside_the_pages_is_refused(field, value, message, 
 def test_a_rotary_batch_is_checked_as_any_other(batch):
     batch = make_kv_batch(batch)
     wrong = batch._replace(kv_lens=_with(batch.kv_lens, 0, -1))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"kv_lens .*in row 0\b"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"kv_lens .*it has"):
         jax.block_until_ready(_jitted(rotary_attention)(*wrong))
 
 
@@ -113,37 +110,3 @@ def test_checks_change_no_bit(attend, value, batch, monkeypatch):
         monkeypatch.setenv("PALLAS_KERNELS_CHECKED", setting)
         outs.append(_jitted(attend)(*arguments))
     jax.tree.map(np.testing.assert_array_equal, *outs)
-
-
-@pytest.mark.xfail(
-    raises=(pytest.fail.Exception, ZeroDivisionError),
-    reason="the kernel reads past the end of the array",
-)
-@pytest.mark.parametrize(
-    ("field", "shape"),
-    [
-        ("cos", (16, 8)),
-        ("sin", (15, 16)),
-        ("page_ids", (15,)),
-        ("offsets", (1,)),
-        ("qkv", (16, 4, 32)),
-    ],
-)
-def test_shapes_that_do_not_match_are_refused_when_traced(field, shape, batch):
-    batch = make_kv_batch(batch)
-    array = getattr(batch, field)
-    wrong = batch._replace(**{field: jax.ShapeDtypeStruct(shape, array.dtype)})
-    attend = functools.partial(rotary_attention, scale=0.125, implementation="cpu")
-    with pytest.raises(ValueError, match=field):
-        jax.eval_shape(attend, *wrong)
-
-
-@pytest.mark.xfail(
-    raises=pytest.fail.Exception, reason="the kernel takes the bytes for float32"
-)
-def test_angles_of_another_dtype_are_refused_when_traced(batch):
-    batch = make_kv_batch(batch)
-    wrong = batch._replace(cos=jnp.asarray(batch.cos, jnp.bfloat16))
-    attend = functools.partial(rotary_attention, scale=0.125, implementation="cpu")
-    with pytest.raises(ValueError, match="cos"):
-        jax.eval_shape(attend, *wrong)

@@ -122,7 +122,7 @@ def test_a_backend_with_kernels_of_its_own_logs_nothing(batch, monkeypatch, capl
     assert not caplog.records
 
 
-@pytest.mark.parametrize("head_size", [8, 16, 40, 272])
+@pytest.mark.parametrize("head_size", [24, 272])
 def test_a_head_size_that_no_kernel_takes_goes_to_xla(head_size):
     shape = Shape(tokens=2, rows=2, columns=2, kv_heads=1, groups=1)
     batch = make_batch(shape._replace(head_size=head_size), [1, 1], [3, 20])
@@ -135,10 +135,6 @@ def test_a_head_size_that_no_kernel_takes_goes_to_xla(head_size):
     )
 
 
-@pytest.mark.xfail(
-    raises=ImportError,
-    reason="a numba that does not load, as with a NumPy it does not know, stops all",
-)
 def test_a_numba_that_does_not_load_is_a_numba_that_is_not_there(batch, monkeypatch):
     _find_numba(monkeypatch, importlib.util.find_spec("numba"))
     monkeypatch.setitem(sys.modules, "numba", None)

@@ -120,10 +120,6 @@ assert results == [512.0] * 4, results
 """
 
 
-@pytest.mark.xfail(
-    raises=subprocess.CalledProcessError,
-    reason="each thread compiles and registers the kernel; XLA refuses the second",
-)
 def test_threads_may_use_a_kernel_for_the_first_time_together():
     subprocess.run(
         [sys.executable, "-c", _FIRST_USE],

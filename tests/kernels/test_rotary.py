@@ -100,3 +100,23 @@ def test_without_kernels_the_default_is_composed_of_xla(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
     with pytest.raises(NotImplementedError, match="switched off"):
         attend(*batch, implementation="cpu")
+
+
+@pytest.mark.parametrize(
+    ("field", "shape", "dtype"),
+    [
+        ("cos", (40, 16), "float32"),
+        ("cos", (40, 32), "bfloat16"),
+        ("sin", (39, 32), "float32"),
+        ("sin", (1, 32), "float32"),
+        ("page_ids", (39,), "int32"),
+        ("offsets", (1,), "int32"),
+        ("qkv", (40, 9, 64), "float32"),
+        ("qkv", (40, 4, 64), "float32"),
+        ("qkv", (40, 10, 64), "bfloat16"),
+    ],
+)
+def test_arguments_of_another_shape_or_dtype_are_named(field, shape, dtype):
+    wrong = _batch()._replace(**{field: jax.ShapeDtypeStruct(shape, dtype)})
+    with pytest.raises(ValueError, match=f"^{field} of "):
+        jax.eval_shape(functools.partial(rotary_attention, scale=0.125), *wrong)

@@ -1,0 +1,10 @@
+"""EMULATED_TILES=1 in the environment runs the CPU kernels on emulated AMX."""
+
+import os
+
+if os.environ.get("EMULATED_TILES") == "1":
+    from pallas_kernels.cpu import tile
+    from tests.kernels.emulated_tiles import EmulatedTiles
+
+    tile.TILES = EmulatedTiles()
+    tile._has = lambda context, feature: feature in ("amx-bf16", "avx512bf16")
