@@ -20,13 +20,13 @@ from jaxserve.models.base import Model, Params
 
 
 def bandwidth_bytes_s() -> float:
-    """Bytes a second that all cores together read from memory; the best of 5 tries."""
+    """Bytes a second that all cores together read from memory; the best of 20 tries."""
     values = np.ones(1 << 26)  # 512 MB: more than any cache holds
     cores = os.cpu_count() or 1
     parts = np.array_split(values, 4 * cores)
     best = math.inf
     with ThreadPoolExecutor(cores) as pool:
-        for _ in range(5):
+        for _ in range(20):
             start_s = time.perf_counter()
             list(pool.map(lambda part: float(np.dot(part, part)), parts))
             best = min(best, time.perf_counter() - start_s)

@@ -71,6 +71,23 @@ def _locate(job, size, row, head, start, stop, zeros, addresses):
 
 
 @njit
+def _locate_next(job, size, number, head, zeros, addresses):
+    """Addresses of what a tile that follows soon reads first, where heads go together.
+
+    Two tiles on: the next one is probably another core's by now.
+    """
+    number += 2
+    if j.get(job, j.PARTS) > 1 or number >= j.get(job, j.STOP_TILE):
+        _locate(job, size, 0, head, 0, 0, zeros, addresses)
+        return
+    row = j.item(job, j.TILES, number * j.TILE_WORDS)
+    stop = j.item(job, j.KV_LENS, row)
+    start = max(0, stop - j.get(job, j.WINDOW)) // STRIDE * STRIDE
+    start = max(start, j.item(job, j.STRIDES, row) * STRIDE)
+    _locate(job, size, row, head, start, stop, zeros, addresses)
+
+
+@njit
 def _fetch(addresses, offset, span, step, steps):
     """Ask for one of `steps` equal shares of what lies at STRIDE addresses.
 
@@ -190,7 +207,10 @@ def attend(kind, job, number, part):
     for at in range(begin, end, STRIDE):
         # By 32 positions, so that a sum runs over the same chunks whoever sees more.
         vectors = _round_up(min(end - at, STRIDE), 32) // 16
-        _locate(job, size, row, head, at + STRIDE, end, zeros, following)
+        if at + STRIDE < end:
+            _locate(job, size, row, head, at + STRIDE, end, zeros, following)
+        else:
+            _locate_next(job, size, number, head, zeros, following)
         for h in range(heads):
             mine, offset = h * each, 2 * h * row_size
             # What is read next: this stride's next head, or the next stride.

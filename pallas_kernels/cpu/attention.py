@@ -156,10 +156,10 @@ def _run(kind, frame, tile, rotate):
     plan.find_shared(job)
     shared = plan.shared_tiles(job)
     tiles = plan.own_tiles(job, shared)
-    words[j.FIRST_TILE], words[j.PARTS] = 0, kv_heads
+    words[j.FIRST_TILE], words[j.STOP_TILE], words[j.PARTS] = 0, shared, kv_heads
     ffi.loop(frame, tile, job, shared * kv_heads)
     # A row's heads lie side by side in memory: they are split only to go round.
-    words[j.FIRST_TILE] = shared
+    words[j.FIRST_TILE], words[j.STOP_TILE] = shared, tiles
     words[j.PARTS] = 1 if tokens <= rows and tiles - shared >= 8 else kv_heads
     ffi.loop(frame, tile, job, (tiles - shared) * words[j.PARTS])
     return words[0] * 0  # the words live until here

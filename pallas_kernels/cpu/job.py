@@ -28,9 +28,9 @@ MAX_QUERIES = 48
 ) = range(11)
 # Sizes and options:
 ROWS, TOKENS, COLUMNS, BLOCK, KV_HEADS, GROUPS, HEAD, SCALE, WINDOW = range(11, 20)
-# Of the loop that runs: its first tile, and in how many parts a tile's heads fall.
-FIRST_TILE, PARTS = 20, 21
-JOB_WORDS = 22
+# Of the loop that runs: its tiles, and in how many parts a tile's heads fall.
+FIRST_TILE, STOP_TILE, PARTS = 20, 21, 22
+JOB_WORDS = 23
 
 TILE_WORDS = 4
 """Row whose blocks are read; first token of the row's, or place in ORDER; how many
