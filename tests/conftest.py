@@ -3,6 +3,7 @@
 JAX reads these variables when it is imported, and so do the programs that tests start.
 """
 
+import gc
 import os
 import pathlib
 import sys
@@ -33,3 +34,17 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 settings.register_profile("tests", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("fuzz", deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs():
+    """Forget a module's programs after it.
+
+    Each takes dozens of the 65,530 memory maps that Linux gives a process, and XLA
+    crashes when there are no more.
+    """
+    yield
+    import jax
+
+    jax.clear_caches()
+    gc.collect()
