@@ -15,7 +15,7 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.models import smollm2_path
-from pallas_kernels import cpu
+from tests.kernels.marks import needs_cpu_kernels
 
 FIXTURES = pathlib.Path(__file__).resolve().parents[1] / "fixtures"
 TOKENS = 16
@@ -24,9 +24,7 @@ DRAWN = SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=2, seed=7)
 
 Answer = tuple[list[int], list[dict[int, float]]]
 
-pytestmark = pytest.mark.skipif(
-    cpu.unavailable() is not None, reason="the CPU kernels do not apply here"
-)
+pytestmark = needs_cpu_kernels
 
 
 @functools.cache
