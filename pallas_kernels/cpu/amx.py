@@ -11,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.vector import I64, call, pointer, prefetch_line
+from pallas_kernels.cpu.llvm import I64, call, pointer, prefetch_line
 
 CHUNK = 16
 """Words of a row that one instruction takes in."""

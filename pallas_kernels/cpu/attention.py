@@ -10,11 +10,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pallas_kernels.cpu import checks, ffi, plan
+from pallas_kernels.cpu import checks, compiling, ffi, plan
 from pallas_kernels.cpu import job as j
 from pallas_kernels.cpu import vector as vec
 from pallas_kernels.cpu.attend import attend
 from pallas_kernels.cpu.kinds import Kind, element, put
+from pallas_kernels.cpu.loops import loop
 
 # Operands, the later ones only where the call rotates and writes.
 (
@@ -151,39 +152,44 @@ def _run(kind, frame, tile, rotate):
             return error
     if writes:
         groups = (tokens + _ROTATE_TOKENS - 1) // _ROTATE_TOKENS
-        ffi.loop(frame, rotate, frame, groups)
+        loop(frame, rotate, frame, groups)
     _clear(job, heads * head * element(kind))
     plan.find_shared(job)
     shared = plan.shared_tiles(job)
     tiles = plan.own_tiles(job, shared)
     words[j.FIRST_TILE], words[j.STOP_TILE], words[j.PARTS] = 0, shared, kv_heads
-    ffi.loop(frame, tile, job, shared * kv_heads)
+    loop(frame, tile, job, shared * kv_heads)
     # A row's heads lie side by side in memory: they are split only to go round.
     words[j.FIRST_TILE], words[j.STOP_TILE] = shared, tiles
     words[j.PARTS] = 1 if tokens <= rows and tiles - shared >= 8 else kv_heads
-    ffi.loop(frame, tile, job, (tiles - shared) * words[j.PARTS])
+    loop(frame, tile, job, (tiles - shared) * words[j.PARTS])
     return words[0] * 0  # the words live until here
 
 
-@ffi.once
+@compiling.once
 def target(kind: Kind) -> str:
     """The name of the FFI target for a kind; compiles it the first time."""
-    version, name = ffi.version(), f"pallas_kernels_attention_{kind.name}"
+    version, name = compiling.version(), f"pallas_kernels_attention_{kind.name}"
     tile_name, rotate_name = f"{name}_tile", f"{name}_rotate"
 
     def tile(job, item):
-        ffi.keep(version)
+        compiling.keep(version)
         _attend(kind, job, item)
 
     def rotate(frame, item):
-        ffi.keep(version)
+        compiling.keep(version)
         _rotate(kind, frame, item)
 
     def handler(frame):
-        ffi.keep(version)
-        return _run(kind, frame, ffi.address_of(tile_name), ffi.address_of(rotate_name))
+        compiling.keep(version)
+        return _run(
+            kind,
+            frame,
+            compiling.address_of(tile_name),
+            compiling.address_of(rotate_name),
+        )
 
-    ffi.define(tile_name, ffi.compiled(ffi.BODY, tile))
-    ffi.define(rotate_name, ffi.compiled(ffi.BODY, rotate))
-    ffi.register(name, ffi.compiled(ffi.HANDLER, handler))
+    compiling.define(tile_name, compiling.compiled(compiling.BODY, tile))
+    compiling.define(rotate_name, compiling.compiled(compiling.BODY, rotate))
+    compiling.register(name, compiling.compiled(compiling.HANDLER, handler))
     return name

@@ -13,9 +13,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pallas_kernels.cpu import PANEL, ffi
+from pallas_kernels.cpu import PANEL, compiling, ffi
 from pallas_kernels.cpu import vector as vec
 from pallas_kernels.cpu.kinds import Kind, element, put
+from pallas_kernels.cpu.loops import loop
 from pallas_kernels.cpu.tile import MAX_ROWS, multiply
 
 _DISTANCE = 4096  # bytes ahead in the panel, where memory is the limit
@@ -101,24 +102,24 @@ def _run(kind, frame, body):
         return ffi.refuse(frame, _NO_LAYER.ctypes.data)
     rows = ffi.size(ffi.argument(frame, 0), 0)
     panels = ffi.size(ffi.argument(frame, 1), 1)
-    ffi.loop(frame, body, frame, panels * _blocks(rows))
+    loop(frame, body, frame, panels * _blocks(rows))
     return 0
 
 
-@ffi.once
+@compiling.once
 def target(kind: Kind) -> str:
     """The name of the FFI target for a kind; compiles it the first time."""
-    version, name = ffi.version(), f"pallas_kernels_linear_{kind.name}"
+    version, name = compiling.version(), f"pallas_kernels_linear_{kind.name}"
     body = f"{name}_panel"
 
     def panel(frame, item):
-        ffi.keep(version)
+        compiling.keep(version)
         _panel(kind, frame, item)
 
     def handler(frame):
-        ffi.keep(version)
-        return _run(kind, frame, ffi.address_of(body))
+        compiling.keep(version)
+        return _run(kind, frame, compiling.address_of(body))
 
-    ffi.define(body, ffi.compiled(ffi.BODY, panel))
-    ffi.register(name, ffi.compiled(ffi.HANDLER, handler))
+    compiling.define(body, compiling.compiled(compiling.BODY, panel))
+    compiling.register(name, compiling.compiled(compiling.HANDLER, handler))
     return name

@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pallas_kernels.cpu import ffi
+from pallas_kernels.cpu import compiling, ffi
 from pallas_kernels.cpu import vector as vec
 from pallas_kernels.cpu.kinds import Kind, element, put
+from pallas_kernels.cpu.loops import loop
 
 # Operands: f32[T, D], f32[L, D], i32[], f32[]. Result: [T, D].
 _X, _SCALE, _LAYER, _EPSILON = range(4)
@@ -50,24 +51,24 @@ def _run(kind, frame, body):
     if layer < 0 or layer >= ffi.size(ffi.argument(frame, _SCALE), 0):
         return ffi.refuse(frame, _NO_LAYER.ctypes.data)
     rows = ffi.size(ffi.argument(frame, _X), 0)
-    ffi.loop(frame, body, frame, (rows + _ROWS - 1) // _ROWS)
+    loop(frame, body, frame, (rows + _ROWS - 1) // _ROWS)
     return 0
 
 
-@ffi.once
+@compiling.once
 def target(kind: Kind) -> str:
     """The name of the FFI target for a kind; compiles it the first time."""
-    version, name = ffi.version(), f"pallas_kernels_norm_{kind.name}"
+    version, name = compiling.version(), f"pallas_kernels_norm_{kind.name}"
     body = f"{name}_rows"
 
     def rows(frame, item):
-        ffi.keep(version)
+        compiling.keep(version)
         _normalize(kind, frame, item)
 
     def handler(frame):
-        ffi.keep(version)
-        return _run(kind, frame, ffi.address_of(body))
+        compiling.keep(version)
+        return _run(kind, frame, compiling.address_of(body))
 
-    ffi.define(body, ffi.compiled(ffi.BODY, rows))
-    ffi.register(name, ffi.compiled(ffi.HANDLER, handler))
+    compiling.define(body, compiling.compiled(compiling.BODY, rows))
+    compiling.register(name, compiling.compiled(compiling.HANDLER, handler))
     return name

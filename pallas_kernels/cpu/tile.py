@@ -17,7 +17,7 @@ from numba import njit, types
 
 from pallas_kernels.cpu import amx
 from pallas_kernels.cpu.kinds import FLOATS
-from pallas_kernels.cpu.vector import (
+from pallas_kernels.cpu.llvm import (
     I32,
     I64,
     V16F,

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from pallas_kernels.cpu import amx
-from pallas_kernels.cpu.vector import F32, I32, I64
+from pallas_kernels.cpu.llvm import F32, I32, I64
 
 _REGISTERS = 6
 _SIDE = 16  # words of a tile's row, and rows of a full tile

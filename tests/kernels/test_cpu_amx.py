@@ -20,11 +20,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 _ASSEMBLY = """
 from numba import cfunc
-from pallas_kernels.cpu import amx, ffi, kinds, linear, tile
+from pallas_kernels.cpu import amx, compiling, kinds, linear, tile
 tile.TILES = amx.Tiles()
 def panel(frame, item):
     linear._panel(kinds.PAIRS, frame, item)
-print(cfunc(ffi.BODY)(panel)._library.get_asm_str())
+print(cfunc(compiling.BODY)(panel)._library.get_asm_str())
 """
 
 
