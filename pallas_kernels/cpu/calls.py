@@ -17,7 +17,17 @@ def kind_of(dtype: jax.typing.DTypeLike) -> Kind:
     return PAIRS if jnp.dtype(dtype) == jnp.bfloat16 else FLOATS
 
 
-def attend(q, pages, table, kv_lens, cu_q_lens, *, scale, window, checked):
+def attend(
+    q: jax.Array,
+    pages: jax.Array,
+    table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    checked: bool,
+) -> jax.Array:
     """Attention of queries [T, Hq, D] of the pages' dtype; as `paged_attention`."""
     out = jax.ShapeDtypeStruct(q.shape, pages.dtype)
     call = jax.ffi.ffi_call(
@@ -30,20 +40,20 @@ def attend(q, pages, table, kv_lens, cu_q_lens, *, scale, window, checked):
 
 
 def write_and_attend(
-    qkv,
-    cos,
-    sin,
-    pages,
-    page_ids,
-    offsets,
-    table,
-    kv_lens,
-    cu_q_lens,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    pages: jax.Array,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
     *,
-    scale,
-    window,
-    checked,
-):
+    scale: float,
+    window: int | None,
+    checked: bool,
+) -> tuple[jax.Array, jax.Array]:
     """As `rotary_attention`; the pages are written in place where XLA can."""
     tokens, heads, head = qkv.shape
     kv_heads = pages.shape[2]
@@ -67,7 +77,13 @@ def write_and_attend(
     return out, pages
 
 
-def multiply(x, words, layer, mode, residual=None):
+def multiply(
+    x: jax.Array,
+    words: jax.Array,
+    layer: jax.Array | int,
+    mode: int,
+    residual: jax.Array | None = None,
+) -> jax.Array:
     """f32[T, N] = x[T, K] times layer `layer` of packed words, or as `mode` says."""
     kind = PAIRS if words.ndim == 5 else FLOATS
     dtype = jnp.dtype(jnp.bfloat16 if kind is PAIRS else jnp.float32)
@@ -85,7 +101,13 @@ def multiply(x, words, layer, mode, residual=None):
     return call(*operands)
 
 
-def normalize(x, scales, layer, epsilon, dtype):
+def normalize(
+    x: jax.Array,
+    scales: jax.Array,
+    layer: jax.Array | int,
+    epsilon: float,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
     """[T, D] of `dtype`: x[T, D] by rows, normalised, times scales[layer] of [L, D]."""
     call = jax.ffi.ffi_call(
         norm.target(kind_of(dtype)), jax.ShapeDtypeStruct(x.shape, dtype)
@@ -93,7 +115,9 @@ def normalize(x, scales, layer, epsilon, dtype):
     return call(x, scales, jnp.asarray(layer, I32), jnp.float32(epsilon))
 
 
-def _room(out, kv_heads, rows):
+def _room(
+    out: jax.ShapeDtypeStruct, kv_heads: int, rows: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Results that only the call itself uses."""
     tokens, heads, head = out.shape
     tiles = -(-tokens // job.tile_tokens(heads // kv_heads)) + 2 * rows
@@ -104,10 +128,12 @@ def _room(out, kv_heads, rows):
     )
 
 
-def _rows(table, kv_lens, cu_q_lens):
+def _rows(
+    table: jax.Array, kv_lens: jax.Array, cu_q_lens: jax.Array
+) -> tuple[jax.Array, ...]:
     return table.astype(I32), kv_lens.astype(I32), cu_q_lens.astype(I32)
 
 
-def _options(scale, window, checked):
+def _options(scale: float, window: int | None, checked: bool) -> tuple[jax.Array, ...]:
     window = _EVERYTHING if window is None else min(window, _EVERYTHING)
     return jnp.float32(scale), jnp.int32(window), jnp.int32(checked)
