@@ -7,7 +7,6 @@ takes a weight, `pack` says so and the plain array goes on being used.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from typing import Any
 
 import jax
@@ -126,7 +125,8 @@ def rms_norm(
             f"and [L, K] with K={weight.inner} of the weight"
         )
     x, scales = (array.astype(jnp.float32) for array in (x, scales))
-    calls = importlib.import_module("pallas_kernels.cpu.calls")
+    from pallas_kernels.cpu import calls  # only now: it needs numba
+
     return calls.normalize(x, scales, layer, epsilon, weight.dtype)
 
 
@@ -143,5 +143,6 @@ def _multiply(
                 f"y of {y.dtype}{list(y.shape)} must be "
                 f"float32[{x.shape[0]}, {weight.columns}]"
             )
-    calls = importlib.import_module("pallas_kernels.cpu.calls")
+    from pallas_kernels.cpu import calls  # only now: it needs numba
+
     return calls.multiply(x, weight.words, layer, getattr(calls.linear, mode), *more)

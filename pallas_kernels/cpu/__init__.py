@@ -21,7 +21,6 @@ import platform
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 _OLDEST_NUMBA = (0, 66)
 _MOST_HEAD = 256
@@ -109,7 +108,7 @@ def rotary_attention(
     """See `pallas_kernels.api.rotary_attention`."""
     del num_decode
     return _calls(pages).write_and_attend(
-        qkv.astype(jnp.float32),
+        qkv,
         cos,
         sin,
         pages,
@@ -132,7 +131,9 @@ def _calls(pages: jax.Array) -> Any:
         reason = f"head size {head} is no multiple of 16 from 32 to {_MOST_HEAD}"
     if reason is not None:
         refuse("paged attention", reason)
-    return importlib.import_module("pallas_kernels.cpu.calls")
+    from pallas_kernels.cpu import calls  # only now: it needs numba
+
+    return calls
 
 
 def _checked() -> bool:
