@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels import cpu
 from pallas_kernels.cpu import PANEL
 
-_LANES = 16  # of a vector: the norm of a row is taken in whole ones
+_STEP_BYTES = 64  # of a row: what a kernel takes in at once
 
 
 @jax.tree_util.register_dataclass
@@ -72,10 +72,11 @@ def pack(weights: jax.Array, *, gated: bool = False) -> Packed:
     each = 2 if weights.dtype == jnp.bfloat16 else 1
     if reason is None and weights.dtype not in (jnp.float32, jnp.bfloat16):
         reason = f"weights of {weights.dtype} are neither float32 nor bfloat16"
-    if reason is None and (columns % PANEL or inner % _LANES):
+    step = _STEP_BYTES * each // 4
+    if reason is None and (columns % PANEL or inner % step):
         reason = (
-            f"{inner} x {columns} weights are no multiple of {_LANES} x {PANEL}, the "
-            "panels they are packed in"
+            f"{inner} x {columns} weights of {weights.dtype} are no multiple of "
+            f"{step} x {PANEL}, the panels they are packed in"
         )
     if reason is not None:
         cpu.refuse("a linear layer", reason)

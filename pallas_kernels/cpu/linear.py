@@ -17,15 +17,15 @@ from pallas_kernels.cpu import PANEL, compiling, ffi
 from pallas_kernels.cpu import vector as vec
 from pallas_kernels.cpu.kinds import Kind, element, put
 from pallas_kernels.cpu.loops import loop
-from pallas_kernels.cpu.tile import MAX_ROWS, multiply
+from pallas_kernels.cpu.tile import MAX_ROWS, configure, multiply, release, rows_at_once
 
 _DISTANCE = 4096  # bytes ahead in the panel, where memory is the limit
-_BLOCK_ROWS = 120  # of x that an item takes: ten tiles
+_BLOCK_ROWS = 128  # of x that an item takes
 
 _NO_LAYER = ffi.text("layer must be from 0 to L - 1 of the weights [L, K, N]")
 
 LINEAR, ADD, GATED = range(3)
-_ZERO, _ONE, _LEAST_GATE = (np.float32(x) for x in (0, 1, -87))
+_ONE, _LEAST_GATE, _MINUS_LOG2_E = map(np.float32, (1, -87, -np.log2(np.e)))
 
 
 @njit(inline="always")
@@ -40,7 +40,7 @@ def _gate(kind, rows, c, out, stride):
         gate, up = vec.load(c + 128 * i), vec.load(c + 128 * i + 64)
         # Below -87 the gate is 0 to float32's precision, and exp(-gate) overflows.
         gate = vec.at_least(gate, _LEAST_GATE)
-        less = vec.exp(vec.sub(vec.fill(_ZERO), gate))
+        less = vec.exp2(vec.mul(gate, vec.fill(_MINUS_LOG2_E)))
         gate = vec.div(gate, vec.add(vec.fill(_ONE), less))
         put(kind, out + i * stride, vec.mul(gate, up))
 
@@ -63,15 +63,19 @@ def _panel(kind, frame, item):
     stride = width * panels
     c = ffi.data(out) + panel * width
     scratch = np.empty(MAX_ROWS * PANEL, np.float32)
-    # This panel is read from memory by the first tile of rows; meanwhile the others
-    # fetch what is probably this core's next one.
-    tiles = (stop - row + MAX_ROWS - 1) // MAX_ROWS
+    tiles = (stop - row + rows_at_once(kind) - 1) // rows_at_once(kind)
+    most = (stop - row + tiles - 1) // tiles
+    # One tile reads its panel from memory. More of them fetch what is probably this
+    # core's next panel meanwhile, each its share, and find their own one near.
     following = b + 2 * panel_bytes if panel + 2 < panels else b
-    first, start = row, row
+    pace = (4 * PANEL // tiles + 3) // 4 * 4
+    ready = 0
     for tile in range(tiles):
-        stop_tile = start + (stop - start) * (tile + 1) // tiles
-        count = stop_tile - first
-        ahead = following if tile == 1 else b + _DISTANCE
+        first = row + tile * most
+        count = min(most, stop - first)
+        if count != ready:
+            configure(kind, count)
+            ready = count
         target = scratch.ctypes.data if mode == GATED else c + first * stride
         multiply(
             kind,
@@ -85,11 +89,12 @@ def _panel(kind, frame, item):
             steps,
             target,
             4 * PANEL if mode == GATED else stride,
-            ahead,
+            b + _DISTANCE if tiles == 1 else following + tile * pace * steps,
+            pace,
         )
         if mode == GATED:
             _gate(kind, count, target, c + first * stride, stride)
-        first = stop_tile
+    release(kind)
     return scratch[0]
 
 

@@ -15,6 +15,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from pallas_kernels.cpu import instruction_sets
+
 LANES = 16
 
 builtin: Any = intrinsic
@@ -23,6 +25,22 @@ builtin: Any = intrinsic
 I64, I32, I16, F32 = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
 V16F, V16I, V16H = (ir.VectorType(t, LANES) for t in (F32, I32, I16))
 _PTR = ir.PointerType()
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+V16B, V32B = (ir.VectorType(_BFloat(), lanes) for lanes in (LANES, 2 * LANES))
 
 
 def op(returns: Any, *takes: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -63,6 +81,11 @@ def ints(value: int) -> ir.Constant:
     return ir.Constant(V16I, [value] * LANES)
 
 
+def has(name: str) -> bool:
+    """Whether the machine that is compiled for has an instruction set."""
+    return name in instruction_sets()
+
+
 def call(b: Any, name: str, returns: Any, *args: Any) -> Any:
     """Call an LLVM intrinsic or a C function by name."""
     kind = ir.FunctionType(returns, [a.type for a in args])
@@ -84,5 +107,5 @@ def spread(b: Any, x: Any) -> Any:
 
 def prefetch_line(b: Any, place: Any) -> None:
     """Ask for the cache line at an LLVM pointer, if there is one."""
-    constants = (ir.Constant(I32, i) for i in (0, 3, 1))
+    constants = (ir.Constant(I32, i) for i in (0, 2, 1))
     call(b, "llvm.prefetch.p0", ir.VoidType(), place, *constants)

@@ -1,6 +1,6 @@
-"""The one inner loop: a few rows times a packed panel of 16 or 32 columns.
+"""The one inner loop: a few rows times a packed panel of 16 to 64 columns.
 
-    C[r, n] (+)= sum over k of A[r, k] * B[k, n],   r < rows <= MAX_ROWS
+    C[r, n] (+)= sum over k of A[r, k] * B[k, n],   r < rows <= rows_at_once(kind)
 
 A is read row by row, B step by step: one step holds, for each column, one 32-bit word:
 one float, or a pair of two bf16 that meet a pair of A's row. The sums live in registers
@@ -22,44 +22,30 @@ from pallas_kernels.cpu.llvm import (
     I64,
     V16F,
     V16I,
+    V32B,
     builtin,
+    call,
     floats,
     fma,
+    has,
     ints,
     pointer,
     prefetch_line,
     spread,
 )
 
-MAX_ROWS = 12
-"""12 rows x 2 vectors of sums, 2 of B and one of A: 27 of AVX-512's 32 registers."""
+_MAX_ROWS = 12  # x 2 vectors of sums, 2 of B and one of A: 27 of 32 registers
 
+MAX_ROWS = max(_MAX_ROWS, amx.MAX_ROWS)
+"""The most rows that any machine takes at once."""
 
 TILES = amx.Tiles() if amx.permitted() else None
 """How AMX is used in this process, where the machine has it."""
 
 
-class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_V32B = ir.VectorType(_BFloat(), 32)
-
-
 def _dot_native(b: Any, a: Any, w: Any, c: Any) -> Any:
-    kind = ir.FunctionType(V16F, [V16F, _V32B, _V32B])
-    name = "llvm.x86.avx512bf16.dpbf16ps.512"
-    function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
-    return b.call(function, [c, b.bitcast(w, _V32B), b.bitcast(a, _V32B)])
+    w, a = b.bitcast(w, V32B), b.bitcast(a, V32B)
+    return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", V16F, c, w, a)
 
 
 def _dot_pairs(b: Any, a: Any, w: Any, c: Any) -> Any:
@@ -77,7 +63,7 @@ def _dot_floats(b: Any, a: Any, w: Any, c: Any) -> Any:
     return fma(b, b.bitcast(a, V16F), b.bitcast(w, V16F), c)
 
 
-def _emit(b, dot, rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead):
+def _emit(b, dot, rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead, pace):
     """The loop for a fixed number of rows and vectors."""
 
     def at(row, j):
@@ -105,7 +91,7 @@ def _emit(b, dot, rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead):
         b.load(pointer(b, b.add(word, ir.Constant(I64, 64 * j))), typ=V16I, align=4)
         for j in range(vectors)
     ]
-    lines = b.add(ahead, b.shl(k, ir.Constant(I64, 7)))
+    lines = b.add(ahead, b.mul(k, pace))
     for offset in (0, 64):
         prefetch_line(b, pointer(b, b.add(lines, ir.Constant(I64, offset))))
     new = []
@@ -127,34 +113,11 @@ def _emit(b, dot, rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead):
         b.store(value, at(i // vectors, i % vectors), align=4)
 
 
-def _has(context: Any, feature: str) -> bool:
-    """Whether the machine that is compiled for has an instruction set."""
-    return f"+{feature}" in context.codegen().magic_tuple()[2].split(",")
-
-
-def _emit_pairs(b, tiles, dot, rows, vectors, add, a, lda, w, ldw, steps, *rest):
-    """Whole chunks on tiles, and what is left of a row, if anything, as elsewhere."""
-    c, ldc, ahead = rest
-    if tiles is None:
-        _emit(b, dot, rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead)
-        return
-    chunks = b.sdiv(steps, ir.Constant(I64, amx.CHUNK))
-    done = b.mul(chunks, ir.Constant(I64, amx.CHUNK))
-    some = b.icmp_signed(">", chunks, ir.Constant(I64, 0))
-    with b.if_else(some) as (then, otherwise):
-        with then:
-            amx.emit(
-                b, tiles, rows, vectors, add, a, lda, w, ldw, chunks, c, ldc, ahead
-            )
-            with b.if_then(b.icmp_signed(">", steps, done)):
-                a_left = b.add(a, b.shl(done, ir.Constant(I64, 2)))
-                w_left = b.add(w, b.mul(done, ldw))
-                left = b.sub(steps, done)
-                _emit(
-                    b, dot, rows, vectors, 1, a_left, lda, w_left, ldw, left, c, ldc, a
-                )
-        with otherwise:
-            _emit(b, dot, rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead)
+def _tiles(kind: Any) -> amx.Tiles | None:
+    """How AMX does this kind, if the machine that is compiled for has it."""
+    if kind is FLOATS.numba_type or not has("amx-bf16"):
+        return None
+    return TILES
 
 
 def _choose(b: Any, selector: Any, choices: dict[int, Any]) -> None:
@@ -174,75 +137,125 @@ def _choose(b: Any, selector: Any, choices: dict[int, Any]) -> None:
 
 
 @builtin
-def multiply(typingctx, kind, rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead):
-    """C (+)= A * B, for 1 to MAX_ROWS rows and 1 or 2 vectors of 16 columns.
+def rows_at_once(typingctx, kind):
+    """The most rows that `multiply` takes, a constant of the machine."""
+    del typingctx
+
+    def generate(context, builder, signature, args):
+        del builder, args
+        tiles = _tiles(signature.args[0])
+        return ir.Constant(I64, amx.MAX_ROWS if tiles else _MAX_ROWS)
+
+    return types.int64(kind), generate
+
+
+@builtin
+def configure(typingctx, kind, rows):
+    """Make ready for `multiply` with `rows` rows, and if they are 32 also with 16."""
+    del typingctx
+
+    def generate(context, builder, signature, args):
+        if tiles := _tiles(signature.args[0]):
+            amx.emit_configure(builder, tiles, args[1])
+        return context.get_dummy_value()
+
+    return types.void(kind, rows), generate
+
+
+@builtin
+def release(typingctx, kind):
+    """Undo `configure`."""
+    del typingctx
+
+    def generate(context, builder, signature, args):
+        del args
+        if tiles := _tiles(signature.args[0]):
+            tiles.release(builder)
+        return context.get_dummy_value()
+
+    return types.void(kind), generate
+
+
+@builtin
+def multiply(
+    typingctx, kind, rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead, pace
+):
+    """C (+)= A * B, for the rows, 1 to rows_at_once(kind), that `configure` was told.
 
     Args:
       kind: FLOATS or PAIRS, what a 32-bit word of A and B is.
+      vectors: how many times 16 columns: 1, 2, or for up to half as many rows 4.
       add: whether C counts, or is overwritten.
       a, w, c: addresses of A, B and C; lda, ldc: bytes between rows of A and of C;
         ldw: bytes between steps of B, whose vectors lie side by side.
-      steps: words of a row of A, at least 1.
-      ahead: two cache lines are fetched from here on at each step.
+      steps: words of a row of A; bytes of it that are a multiple of 64.
+      ahead, pace: memory from `ahead` on is fetched, `pace` bytes a step, a multiple
+        of 4 up to 128.
     """
     del typingctx
-    words = (rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead)
+    words = (rows, vectors, add, a, lda, w, ldw, steps, c, ldc, ahead, pace)
 
     def generate(context, builder, signature, args):
-        _, rows, vectors, add, *rest = args
-        tiles = None
-        if signature.args[0] is FLOATS.numba_type:
-            dot = _dot_floats
+        kind = signature.args[0]
+        b, (_, rows, vectors, add, *rest) = builder, args
+        if tiles := _tiles(kind):
+            more = b.zext(b.icmp_signed(">", rows, ir.Constant(I64, 16)), I64)
+            sizes = [(h, v) for h in (1, 2) for v in (1, 2, 4) if h * v <= 4]
+            cases = {
+                8 * (h - 1) + v: lambda h=h, v=v: amx.emit(b, tiles, h, v, add, *rest)
+                for h, v in sizes
+            }
+            _choose(b, b.add(b.shl(more, ir.Constant(I64, 3)), vectors), cases)
         else:
-            dot = _dot_native if _has(context, "avx512bf16") else _dot_pairs
-            tiles = TILES if _has(context, "amx-bf16") else None
-        selector = builder.add(
-            builder.shl(rows, ir.Constant(I64, 4)),
-            builder.add(builder.shl(vectors, ir.Constant(I64, 1)), add),
-        )
-        _choose(
-            builder,
-            selector,
-            {
-                16 * r + 2 * v + plus: lambda r=r, v=v, plus=plus: _emit_pairs(
-                    builder, tiles, dot, r, v, plus, *rest
+            dot = _dot_native if has("avx512bf16") else _dot_pairs
+            dot = _dot_floats if kind is FLOATS.numba_type else dot
+            selector = b.add(b.shl(rows, ir.Constant(I64, 3)), vectors)
+            selector = b.add(b.shl(selector, ir.Constant(I64, 1)), add)
+            cases = {
+                16 * r + 2 * v + plus: lambda r=r, v=v, plus=plus: _emit(
+                    b, dot, r, v, plus, *rest
                 )
-                for r in range(1, MAX_ROWS + 1)
+                for r in range(1, _MAX_ROWS + 1)
                 for v in (1, 2, 4)
                 for plus in (0, 1)
-                if r * v <= 2 * MAX_ROWS
-            },
-        )
+                if r * v <= 2 * _MAX_ROWS
+            }
+            _choose(b, selector, cases)
         return context.get_dummy_value()
 
     return types.void(kind, *[types.int64] * len(words)), generate
 
 
 @njit
+def whole_rows(kind, rows):
+    """How many rows are computed for `rows` of them, and need room in A and C."""
+    if rows_at_once(kind) < amx.MAX_ROWS or rows <= amx.SIDE:
+        return rows
+    return (rows + amx.SIDE - 1) // amx.SIDE * amx.SIDE
+
+
+@njit
 def product(kind, rows, columns, add, a, lda, w, ldw, steps, c, ldc):
-    """`multiply` for any number of rows, and of columns in whole vectors."""
-    row = 0
-    while row < rows:
-        count = min(rows - row, MAX_ROWS)
-        # Few rows have too few sums to keep the multipliers busy, unless they are wide.
-        most = 4 if count <= MAX_ROWS // 2 else 2
-        column = 0
-        while column < columns:
-            left = (columns - column) // 16
-            vectors = most if left >= most else min(left, 2)
-            multiply(
-                kind,
-                count,
-                vectors,
-                add,
-                a + row * lda,
-                lda,
-                w + 4 * column,
-                ldw,
-                steps,
-                c + row * ldc + 4 * column,
-                ldc,
-                a,
-            )
-            column += 16 * vectors
-        row += count
+    """`multiply` for any number of columns in whole vectors."""
+    # Few rows have too few sums to keep the multipliers busy, unless they are wide.
+    most = 4 if rows <= rows_at_once(kind) // 2 else 2
+    column = 0
+    while column < columns:
+        left = (columns - column) // 16
+        vectors = most if left >= most else min(left, 2)
+        multiply(
+            kind,
+            rows,
+            vectors,
+            add,
+            a,
+            lda,
+            w + 4 * column,
+            ldw,
+            steps,
+            c + 4 * column,
+            ldc,
+            a,
+            0,
+        )
+        column += 16 * vectors

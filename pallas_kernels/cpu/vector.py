@@ -11,22 +11,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import models, register_model
 
 from pallas_kernels.cpu.llvm import (
     F32,
+    I16,
     I32,
     I64,
     LANES,
+    V16B,
     V16F,
     V16H,
     V16I,
     call,
     floats,
     fma,
+    has,
     ints,
     op,
     pointer,
@@ -208,34 +210,44 @@ _EXP2 = (
 
 
 @op(vector, vector)
-def exp(b, x):
-    """e**x for x up to 88; exactly 0 below -87.3, where floats turn subnormal."""
-    exponent = b.fmul(x, floats(1 / np.log(2)))
-    tiny = b.fcmp_ordered("<", exponent, floats(-126))
-    exponent = b.select(tiny, floats(-126), exponent)
-    whole = call(b, "llvm.rint.v16f32", V16F, exponent)
-    rest = b.fsub(exponent, whole)
+def exp2(b, x):
+    """2**x for x up to 127; exactly 0 below -126, where floats turn subnormal."""
+    tiny = b.fcmp_ordered("<", x, floats(-126))
+    if not has("avx512f"):
+        x = b.select(tiny, floats(-126), x)
+    whole = call(b, "llvm.rint.v16f32", V16F, x)
+    rest = b.fsub(x, whole)
     value = floats(_EXP2[0])
     for c in _EXP2[1:]:
         value = fma(b, value, rest, floats(c))
-    bits = b.shl(b.add(b.fptosi(whole, V16I), ints(127)), ints(23))
-    return b.select(tiny, floats(0), b.fmul(value, b.bitcast(bits, V16F)))
+    if has("avx512f"):  # one instruction, whatever the exponent
+        everywhere, nearest = ir.Constant(I16, -1), ir.Constant(I32, 4)
+        name = "llvm.x86.avx512.mask.scalef.ps.512"
+        value = call(b, name, V16F, value, whole, floats(0), everywhere, nearest)
+    else:
+        bits = b.shl(b.add(b.fptosi(whole, V16I), ints(127)), ints(23))
+        value = b.fmul(value, b.bitcast(bits, V16F))
+    return b.select(tiny, floats(0), value)
 
 
-def round_bf16(b: Any, x: Any) -> Any:
-    """bf16 bits in the low halves of 32-bit lanes; to nearest, ties to even."""
+def _round_bf16(b: Any, x: Any) -> Any:
+    """bf16 bits; to nearest, ties to even."""
+    if has("avx512bf16"):
+        rounded = call(b, "llvm.x86.avx512bf16.cvtneps2bf16.512", V16B, x)
+        return b.bitcast(rounded, V16H)
     bits = b.bitcast(x, V16I)
     odd = b.and_(b.lshr(bits, ints(16)), ints(1))
     rounded = b.add(bits, b.add(odd, ints(0x7FFF)))
     # A NaN's payload would carry into the exponent, or be rounded to none.
     quiet = b.or_(bits, ints(0x400000))
-    return b.lshr(b.select(b.fcmp_unordered("uno", x, x), quiet, rounded), ints(16))
+    either = b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)
+    return b.trunc(b.lshr(either, ints(16)), V16H)
 
 
 @op(types.void, types.int64, vector)
 def store_bf16(b, address, x):
     """Store 16 lanes as 16 bf16."""
-    b.store(b.trunc(round_bf16(b, x), V16H), pointer(b, address), align=2)
+    b.store(_round_bf16(b, x), pointer(b, address), align=2)
 
 
 @op(vector, types.int64)

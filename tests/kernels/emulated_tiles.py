@@ -6,45 +6,58 @@ order, and adds both to what was there.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
 
 from pallas_kernels.cpu import amx
-from pallas_kernels.cpu.llvm import F32, I32, I64
+from pallas_kernels.cpu.llvm import F32, I32, I64, call
 
-_REGISTERS = 6
+_REGISTERS = 8
 _SIDE = 16  # words of a tile's row, and rows of a full tile
-_TILE = ir.ArrayType(ir.ArrayType(I32, _SIDE), _SIDE)
+_WORDS = _REGISTERS * _SIDE * _SIDE  # of the registers; their heights come behind
+_PTR = ir.IntType(8).as_pointer()
+
+
+def _int(value: int) -> ir.Constant:
+    return ir.Constant(I64, value)
 
 
 class EmulatedTiles(amx.Tiles):
-    """Registers are arrays on the stack of the function that is being compiled."""
+    """Registers are memory of each thread's own, as the machine's are each core's."""
 
     def __init__(self) -> None:
-        self._of: dict[Any, list[Any]] = {}
-        self._registers: list[Any] = []
-        self._rows = 0
+        key = ctypes.c_uint()
+        assert ctypes.CDLL(None).pthread_key_create(ctypes.byref(key), None) == 0
+        self._key = ir.Constant(I32, key.value)
 
-    def configure(self, b: Any, rows: int) -> None:
-        if b.function not in self._of:
-            self._of[b.function] = [
-                cgutils.alloca_once(b, _TILE) for _ in range(_REGISTERS)
-            ]
-        self._registers, self._rows = self._of[b.function], rows
+    def configure(self, b: Any, first: Any, second: Any) -> None:
+        memory = call(b, "pthread_getspecific", _PTR, self._key)
+        with b.if_then(b.icmp_unsigned("==", memory, ir.Constant(_PTR, None))):
+            new = call(b, "calloc", _PTR, _int(_WORDS + _REGISTERS), _int(4))
+            call(b, "pthread_setspecific", I32, self._key, new)
+        full = _int(_SIDE)
+        heights = (first, first, second, second, first, second, full, full)
+        for register, height in enumerate(heights):
+            b.store(b.trunc(height, I32), self._place(b, _int(_WORDS + register)))
+            self.zero(b, register)
 
-    def _height(self, register: int) -> Any:
-        full = register == _REGISTERS - 1
-        return ir.Constant(I64, _SIDE if full else self._rows)
+    def _place(self, b: Any, word: Any) -> Any:
+        memory = call(b, "pthread_getspecific", _PTR, self._key)
+        return b.gep(b.bitcast(memory, I32.as_pointer()), [word])
+
+    def _height(self, b: Any, register: int) -> Any:
+        return b.sext(b.load(self._place(b, _int(_WORDS + register))), I64)
 
     def _word(self, b: Any, register: int, row: Any, column: Any) -> Any:
-        zero = ir.Constant(I64, 0)
-        return b.gep(self._registers[register], [zero, row, column])
+        row = b.add(b.mul(row, _int(_SIDE)), column)
+        return self._place(b, b.add(_int(register * _SIDE * _SIDE), row))
 
     def _each(self, b: Any, register: int, do: Any) -> None:
-        with cgutils.for_range(b, self._height(register)) as row:
-            with cgutils.for_range(b, ir.Constant(I64, _SIDE)) as column:
+        with cgutils.for_range(b, self._height(b, register)) as row:
+            with cgutils.for_range(b, _int(_SIDE)) as column:
                 do(row.index, column.index)
 
     def zero(self, b: Any, register: int) -> None:
@@ -54,7 +67,7 @@ class EmulatedTiles(amx.Tiles):
         self._each(b, register, clear)
 
     def _memory(self, b: Any, address: Any, stride: Any, row: Any, column: Any) -> Any:
-        offset = b.add(b.mul(row, stride), b.shl(column, ir.Constant(I64, 2)))
+        offset = b.add(b.mul(row, stride), b.shl(column, _int(2)))
         return b.inttoptr(b.add(address, offset), I32.as_pointer())
 
     def load(self, b: Any, register: int, address: Any, stride: Any) -> None:
@@ -83,7 +96,7 @@ class EmulatedTiles(amx.Tiles):
             parts = [cgutils.alloca_once(b, F32) for _ in range(2)]
             for part in parts:
                 b.store(ir.Constant(F32, 0.0), part)
-            with cgutils.for_range(b, ir.Constant(I64, _SIDE)) as k:
+            with cgutils.for_range(b, _int(_SIDE)) as k:
                 x = b.load(self._word(b, left, row, k.index))
                 y = b.load(self._word(b, right, k.index, column))
                 for high, part in enumerate(parts):

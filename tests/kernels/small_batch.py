@@ -32,7 +32,7 @@ def attention_batch(dtype: str) -> Batch:
 def linear_operands(dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Rows [T, K] and weights [K, N]."""
     rng = np.random.default_rng(0)
-    x, weight = (rng.standard_normal(s, np.float32) for s in ((30, 48), (48, 96)))
+    x, weight = (rng.standard_normal(s, np.float32) for s in ((30, 96), (96, 96)))
     return x.astype(jnp.dtype(dtype)), weight.astype(jnp.dtype(dtype))
 
 

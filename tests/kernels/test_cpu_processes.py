@@ -52,12 +52,12 @@ def test_a_processor_without_avx512_computes_the_same(what, tmp_path):
             x, weight = small_batch.linear_operands(dtype)
             expected = x.astype(np.float64) @ weight.astype(np.float64)
         defined = ~np.isnan(expected)
-        exact = dtype == "float32" or what == "linear"
+        exact = dtype == "float32" or what == "linear"  # 8 roundings of sums up to 80
         np.testing.assert_allclose(
             actual[f"{what} {dtype}"][defined],
             expected[defined],
             rtol=0,
-            atol=1e-5 if exact else 1e-2,
+            atol=4e-5 if exact else 1e-2,
         )
 
 

@@ -13,7 +13,7 @@ from pallas_kernels import packed
 from tests.kernels.marks import needs_cpu_kernels
 
 MOST = 130  # rows: more than one item of 120, and tiles of 1 to 12
-INNER, COLUMNS = 48, 96
+INNER, COLUMNS = 96, 96
 pytestmark = needs_cpu_kernels
 DTYPES = [jnp.float32, jnp.bfloat16]
 
@@ -102,10 +102,10 @@ def test_nan_of_the_residual_stays_where_it_is(dtype):
 )
 def test_a_gate_of_any_size_has_the_value_of_silu(gate, silu, dtype):
     """Times 2 of the other half; tiny values may be rounded to 0 or to about 1e-8."""
-    weight = np.zeros((1, 16, 32), np.float32)
+    weight = np.zeros((1, 32, 32), np.float32)
     weight[0, 0, :16] = weight[0, 1, 16:] = 1
     weight[0, 2, :16] = 1e38  # to make an infinite gate of finite inputs
-    x = np.zeros((1, 16), np.float32)
+    x = np.zeros((1, 32), np.float32)
     x[0, :2] = gate, 2
     if np.isinf(gate):
         x[0, 0], x[0, 2] = 0, np.sign(gate) * 1e38
