@@ -314,15 +314,24 @@ class EngineConfig:
                 "not all decode in one step; raise it or lower max_num_seqs"
             )
 
-    def shape(self, num_blocks: int, num_eos: int = 0) -> EngineShape:
+    def shape(
+        self, num_blocks: int, num_eos: int = 0, *, padding_is_free: bool = False
+    ) -> EngineShape:
         """The static sizes of an engine with `num_blocks` blocks.
 
         Args:
           num_eos: end-of-sequence ids of the model, beside 8 of a request's own.
+          padding_is_free: the model computes none, so that few launch shapes will do,
+            each of which costs time to start and memory.
         """
         columns = -(-self.max_model_len // self.block_size)
-        rows = _ladder(min(8, self.max_num_seqs), self.max_num_seqs, 4)
         budget = self.max_num_batched_tokens
+        if padding_is_free:
+            rows = tuple(sorted({min(8, self.max_num_seqs), self.max_num_seqs}))
+            tokens = (budget,)
+        else:
+            rows = _ladder(min(8, self.max_num_seqs), self.max_num_seqs, 4)
+            tokens = _ladder(min(128, budget), budget, 4)
         edits = max(columns, budget)
         return EngineShape(
             num_blocks=num_blocks,
@@ -335,5 +344,5 @@ class EngineConfig:
             max_logprobs=self.max_logprobs,
             max_stop_ids=8 + num_eos,
             row_buckets=rows,
-            token_buckets=tuple(sorted({*rows, *_ladder(min(128, budget), budget, 4)})),
+            token_buckets=tuple(sorted({*rows, *tokens})),
         )

@@ -30,6 +30,7 @@ from jaxserve.reports import Reports
 from jaxserve.scheduling.policies import Policy, check_is_policy, fcfs
 from jaxserve.scheduling.running import Launch, Row, Running, progressed
 from jaxserve.scheduling.scheduler import Observed, Scheduler
+from pallas_kernels.packed import skip_padding
 
 MakeExecutor = Callable[[Model, Params, EngineShape], Executor]
 
@@ -69,7 +70,9 @@ class Engine:
     ):
         self.config = config or EngineConfig()
         blocks = num_blocks(model, self.config)
-        self.shape = self.config.shape(blocks, len(model.eos_ids))
+        self.shape = self.config.shape(
+            blocks, len(model.eos_ids), padding_is_free=skip_padding(params)
+        )
         if policy is not None:
             check_is_policy("policy", policy)
         self.model, self.params = model, params

@@ -7,6 +7,8 @@ takes a weight, `pack` says so and the plain array goes on being used.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from pallas_kernels import cpu
 from pallas_kernels.cpu import PANEL
 
 _STEP_BYTES = 64  # of a row: what a kernel takes in at once
+_ALIGNMENT = 64  # bytes, of what XLA allocates
 
 
 @jax.tree_util.register_dataclass
@@ -61,6 +64,12 @@ class Packed:
         return picked.reshape(columns.shape[0], -1)
 
 
+def skip_padding(params: Any) -> bool:
+    """Whether a model with these parameters computes no padding, which is then free."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Packed))
+    return any(isinstance(leaf, Packed) for leaf in leaves)
+
+
 def pack(weights: jax.Array, *, gated: bool = False) -> Packed:
     """Pack a stack [L, K, N] for the CPU's kernels; O(weights), as large as before.
 
@@ -84,32 +93,54 @@ def pack(weights: jax.Array, *, gated: bool = False) -> Packed:
     width = PANEL // halves
     shape = (layers, inner // each, each, halves, columns // halves // width, width)
     order = (0, 4, 1, 3, 5, 2)  # L, panel, step, half, column, element
-    out = np.empty([shape[i] for i in order], weights.dtype)
-    for layer in range(layers):  # one at a time: the copy on the way is small
-        out[layer] = (
-            np.asarray(weights[layer])
-            .reshape(shape[1:])
-            .transpose([i - 1 for i in order[1:]])
-        )
+    out = _aligned([shape[i] for i in order], weights.dtype)
+    out[:] = np.asarray(weights).reshape(shape).transpose(order)
     words = (layers, columns // PANEL, inner // each, PANEL, each)
-    return Packed(jnp.asarray(out.reshape(words if each == 2 else words[:4])), gated)
+    out = out.reshape(words if each == 2 else words[:4])
+    return Packed(jax.device_put(out, may_alias=True), gated)
 
 
-def linear(x: jax.Array, weight: Packed, layer: jax.Array | int) -> jax.Array:
-    """f32[T, N] = x[T, K] W; x is rounded to the weights' dtype."""
-    return _multiply(x, weight, layer, "LINEAR")
+def _aligned(shape: Sequence[int], dtype: jnp.dtype) -> np.ndarray:
+    """Memory that JAX takes as it is, for it begins where JAX's own would."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def linear(
+    x: jax.Array,
+    weight: Packed,
+    layer: jax.Array | int,
+    rows: jax.Array | int | None = None,
+) -> jax.Array:
+    """f32[T, N] = x[T, K] W; x is rounded to the weights' dtype.
+
+    Here and below, `rows` i32[] is how many leading rows count, None for all; what the
+    others become is undefined.
+    """
+    return _multiply(x, weight, layer, rows, "LINEAR")
 
 
 def add_linear(
-    y: jax.Array, x: jax.Array, weight: Packed, layer: jax.Array | int
+    y: jax.Array,
+    x: jax.Array,
+    weight: Packed,
+    layer: jax.Array | int,
+    rows: jax.Array | int | None = None,
 ) -> jax.Array:
-    """f32[T, N] = y + x[T, K] W, in place of y where XLA can."""
-    return _multiply(x, weight, layer, "ADD", y)
+    """f32[T, N] = y + x[T, K] W, in place of y where XLA can; past `rows` it is y."""
+    return _multiply(x, weight, layer, rows, "ADD", y)
 
 
-def gated_linear(x: jax.Array, weight: Packed, layer: jax.Array | int) -> jax.Array:
+def gated_linear(
+    x: jax.Array,
+    weight: Packed,
+    layer: jax.Array | int,
+    rows: jax.Array | int | None = None,
+) -> jax.Array:
     """[T, F] = silu(x G) * (x U) of a gated weight, rounded to its dtype."""
-    return _multiply(x, weight, layer, "GATED")
+    return _multiply(x, weight, layer, rows, "GATED")
 
 
 def rms_norm(
@@ -118,6 +149,7 @@ def rms_norm(
     layer: jax.Array | int,
     epsilon: float,
     weight: Packed,
+    rows: jax.Array | int | None = None,
 ) -> jax.Array:  # [T, K] of the weight's dtype
     """RMS norm of the rows, times scales[layer], for a linear layer to take."""
     if x.ndim != 2 or x.shape[1:] != scales.shape[1:] or x.shape[1] != weight.inner:
@@ -128,11 +160,12 @@ def rms_norm(
     x, scales = (array.astype(jnp.float32) for array in (x, scales))
     from pallas_kernels.cpu import calls  # only now: it needs numba
 
-    return calls.normalize(x, scales, layer, epsilon, weight.dtype)
+    rows = x.shape[0] if rows is None else rows
+    return calls.normalize(x, scales, layer, epsilon, rows, weight.dtype)
 
 
 def _multiply(
-    x: jax.Array, weight: Packed, layer: Any, mode: str, *more: jax.Array
+    x: jax.Array, weight: Packed, layer: Any, rows: Any, mode: str, *more: jax.Array
 ) -> jax.Array:
     if weight.gated != (mode == "GATED"):
         raise ValueError(f"a weight packed with gated={weight.gated} is no {mode} one")
@@ -146,4 +179,6 @@ def _multiply(
             )
     from pallas_kernels.cpu import calls  # only now: it needs numba
 
-    return calls.multiply(x, weight.words, layer, getattr(calls.linear, mode), *more)
+    rows = x.shape[0] if rows is None else rows
+    mode_number = getattr(calls.linear, mode)
+    return calls.multiply(x, weight.words, layer, rows, mode_number, *more)

@@ -158,24 +158,29 @@ def test_buckets_hold_what_they_are_asked_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "rows", "tokens"),
+    ("fields", "free", "rows", "tokens"),
     [
         # Eight rows at least, then fourfold; tokens from 128 on, and the row buckets.
-        ({}, (8, 32, 64), (8, 32, 64, 128, 512)),
-        ({"max_num_seqs": 5, "max_num_batched_tokens": 37}, (5,), (5, 37)),
-        ({"max_num_seqs": 9, "max_num_batched_tokens": 9}, (8, 9), (8, 9)),
+        ({}, False, (8, 32, 64), (8, 32, 64, 128, 512)),
+        ({"max_num_seqs": 5, "max_num_batched_tokens": 37}, False, (5,), (5, 37)),
+        ({"max_num_seqs": 9, "max_num_batched_tokens": 9}, False, (8, 9), (8, 9)),
         (
             {"max_num_seqs": 300, "max_num_batched_tokens": 317},
+            False,
             (8, 32, 128, 300),
             (8, 32, 128, 300, 317),
         ),
+        # Where nothing is computed for padding, few and many rows, decodes and prompts.
+        ({}, True, (8, 64), (8, 64, 512)),
+        ({"max_num_seqs": 5, "max_num_batched_tokens": 37}, True, (5,), (5, 37)),
+        ({"max_num_seqs": 300}, True, (8, 300), (8, 300, 512)),
     ],
 )
 def test_the_compiled_set_is_small_and_holds_every_launch(
-    fields: dict, rows: tuple, tokens: tuple
+    fields: dict, free: bool, rows: tuple, tokens: tuple
 ) -> None:
     made = EngineConfig(**fields)
-    shape = made.shape(10)
+    shape = made.shape(10, padding_is_free=free)
     assert shape.row_buckets == rows and shape.token_buckets == tokens
     listed = shape.launch_shapes()
     assert len(listed) == len(set(listed)) <= 2 + len(rows) * len(tokens)

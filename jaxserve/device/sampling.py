@@ -9,6 +9,7 @@ Axes: R rows, V vocabulary, E stop ids, W top log-probabilities.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -133,11 +134,11 @@ def row_keys(params: RowParams) -> jax.Array:
     return jax.vmap(one)(params.key, params.sample_index, params.position)
 
 
-def _by_rows(function: Any, operands: Any) -> Any:
+def _by_rows(function: Any, operands: Any, used: jax.Array) -> Any:
     """function(operands), a few rows at a time where the device runs them in turn.
 
     Each row is then one of `_ROWS` in every batch: XLA's sums over a row depend on how
-    many rows there are.
+    many rows there are. Only the first `used` i32[] rows are sure to be computed.
     """
     rows = jax.tree.leaves(operands)[0].shape[0]
     if jax.default_backend() != "cpu":
@@ -150,8 +151,21 @@ def _by_rows(function: Any, operands: Any) -> Any:
     def join(x: jax.Array) -> jax.Array:
         return x.reshape(len(x) * _ROWS, *x.shape[2:])[:rows]
 
-    joined = lax.map(function, jax.tree.map(split, operands))
-    return jax.tree.map(join, joined)
+    groups = jax.tree.map(split, operands)
+
+    def some(i: jax.Array | int) -> Any:
+        at = partial(lax.dynamic_index_in_dim, index=i, keepdims=False)
+        return function(jax.tree.map(at, groups))
+
+    def add(i: jax.Array, out: Any) -> Any:
+        put = partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
+        return jax.tree.map(put, out, some(i))
+
+    count = -(-rows // _ROWS)
+    out = jax.tree.map(
+        lambda x: jnp.zeros((count, *x.shape), x.dtype), jax.eval_shape(some, 0)
+    )
+    return jax.tree.map(join, lax.fori_loop(0, -(-used // _ROWS), add, out))
 
 
 def _draw(operands: tuple[jax.Array, RowParams]) -> jax.Array:
@@ -172,8 +186,8 @@ def _draw(operands: tuple[jax.Array, RowParams]) -> jax.Array:
     return argmax(jnp.where(greedy[:, None], x, scaled + noise))
 
 
-def sample(logits: jax.Array, params: RowParams) -> jax.Array:
-    """One token a row, i32[R], from f32[R, V] logits.
+def sample(logits: jax.Array, params: RowParams, used: jax.Array) -> jax.Array:
+    """One token for each of the first `used` i32[] rows, i32[R], from f32[R, V] logits.
 
     Random rows take the argmax of logits / temperature plus Gumbel noise drawn from the
     row's own key, so a row's token depends on its request and position alone.
@@ -188,7 +202,7 @@ def sample(logits: jax.Array, params: RowParams) -> jax.Array:
 
     def draw(x: jax.Array) -> jax.Array:
         """Some rows at a time: the temporaries of all would be several times `x`."""
-        return _by_rows(_draw, (x, params))
+        return _by_rows(_draw, (x, params), used)
 
     # Not one `cond` for each part: what a branch passes on unchanged is copied, and
     # the logits are large.
@@ -199,13 +213,19 @@ def sample(logits: jax.Array, params: RowParams) -> jax.Array:
 
 
 def logprobs(
-    logits: jax.Array, tokens: jax.Array, wanted: jax.Array, *, width: int
+    logits: jax.Array,
+    tokens: jax.Array,
+    wanted: jax.Array,
+    used: jax.Array,
+    *,
+    width: int,
 ) -> Logprobs:
     """Log-probabilities of the chosen tokens and of the `width` likeliest.
 
     Args:
       logits: f32[R, V]; tokens: i32[R]; wanted: bool[R]. Computed if any row wants
         them.
+      used: i32[] rows that matter; the others follow.
     """
     rows, vocab = logits.shape
     width = min(width, vocab)
@@ -226,4 +246,6 @@ def logprobs(
             jnp.zeros((rows, width), F32),
         )
 
-    return lax.cond(wanted.any(), lambda: _by_rows(compute, (logits, tokens)), skip)
+    return lax.cond(
+        wanted.any(), lambda: _by_rows(compute, (logits, tokens), used), skip
+    )

@@ -60,9 +60,13 @@ def _grow(
 
 
 def _mixed_batch(
-    state: EngineState, plan: StepPlan, live: jax.Array, size: int
+    state: EngineState, plan: StepPlan, live: jax.Array, samples: jax.Array, size: int
 ) -> Batch:
-    """Decode rows first, one token each, then the prompt chunks of the other rows."""
+    """Decode rows first, one token each, then the prompt chunks of the other rows.
+
+    Args:
+      live, samples: bool[R], rows that decode a token, and rows that draw one.
+    """
     slots, table = state.slots, state.pool.table
     s, p = table.shape[0], state.pool.refs.shape[0]
     rows, tokens = plan.rows, plan.tokens
@@ -106,7 +110,13 @@ def _mixed_batch(
         cu_q_lens=cu,
         num_decode=num_decode,
         logit_index=jnp.maximum(cu[1:] - 1, 0),
+        num_logits=_leading(samples),
     )
+
+
+def _leading(rows: jax.Array) -> jax.Array:
+    """i32[]: leading rows that hold all of the rows bool[R]."""
+    return jnp.max(jnp.where(rows, 1 + jnp.arange(len(rows), dtype=I32), 0))
 
 
 def _decode_batch(
@@ -128,6 +138,7 @@ def _decode_batch(
         cu_q_lens=each,
         num_decode=rows,
         logit_index=each[:-1],
+        num_logits=_leading(live),
     )
 
 
@@ -162,9 +173,10 @@ def _sample(
     """Draw row tokens, and record them and the new lengths where `ran` bool[R]."""
     slots, s = state.slots, state.pool.table.shape[0]
     mine = jnp.where(ran, slot, s)
-    token = sampling.sample(logits, _row_params(slots, mine, length))
+    used = _leading(ran)
+    token = sampling.sample(logits, _row_params(slots, mine, length), used)
     wanted = slots.wants_logprobs.at[mine].get(mode="fill", fill_value=False)
-    logs = sampling.logprobs(logits, token, wanted, width=out.top_ids.shape[-1])
+    logs = sampling.logprobs(logits, token, wanted, used, width=out.top_ids.shape[-1])
     stops = slots.stop_ids.at[mine].get(mode="fill", fill_value=-1)
     stopped = (stops == token[:, None]).any(axis=1) & ran
     slots = dataclasses.replace(
@@ -234,7 +246,7 @@ def step(
     writes = jnp.where(live | prompt, slot, s)
     max_new = min(shape.blocks(tokens) + 1, shape.max_blocks_per_slot)
     state = _grow(state, writes, length, size, max_new=max_new)
-    batch = _mixed_batch(state, plan, live, size)
+    batch = _mixed_batch(state, plan, live, samples, size)
     logits, pages = model.forward(params, state.pages, batch)
     state = dataclasses.replace(state, pages=pages)
     state = _set_length(state, writes, length)

@@ -42,6 +42,7 @@ class Batch(NamedTuple):
     # of this shape can hold a chunk, so that the code for chunks is left out
     num_decode: jax.Array | int
     logit_index: jax.Array  # i32[R] token whose next-token logits row r wants
+    num_logits: jax.Array  # i32[] leading rows whose logits are read
 
 
 class Model(Protocol):

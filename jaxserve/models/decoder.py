@@ -119,7 +119,7 @@ class Decoder:
     ) -> tuple[jax.Array, Pages]:
         """Write the batch's KV rows, attend, and return (f32[R, V] logits, pages).
 
-        Padding is finite throughout and writes nothing; its logits mean nothing.
+        Padding writes nothing, and rows past `num_logits` have no defined logits.
         """
         c = self.config
         kv = pages["kv"]
@@ -131,6 +131,7 @@ class Decoder:
             # Kernels read what the table names, so a hole must be a page too.
             table=jnp.clip(batch.table, 0, num_blocks - 1),
             offset=batch.positions % kv.shape[1],
+            used=batch.cu_q_lens[-1],
         )
 
         def layer(
@@ -144,8 +145,9 @@ class Decoder:
         (x, kv), _ = jax.lax.scan(layer, (x, kv), indices)
         head = params["embed"] if c.tied else params["head"]
         x = x[batch.logit_index]
-        x = layers.rms_norm(x, params["norm"][None], 0, c.norm_epsilon, head)
-        return layers.project_to_vocab(x, head), {"kv": kv}
+        scales, rows = params["norm"][None], batch.num_logits
+        x = layers.rms_norm(x, scales, 0, c.norm_epsilon, head, rows)
+        return layers.project_to_vocab(x, head, rows), {"kv": kv}
 
 
 class _Shared(NamedTuple):
@@ -155,6 +157,7 @@ class _Shared(NamedTuple):
     sin: jax.Array  # f32[T, D/2]
     table: jax.Array  # i32[R, M] blocks, holes replaced by a valid one
     offset: jax.Array  # i32[T] KV row inside the block
+    used: jax.Array  # i32[] tokens that are no padding
 
 
 def _layer(
@@ -170,9 +173,9 @@ def _layer(
     tokens = x.shape[0]
     num_blocks = kv.shape[0] // c.num_layers
     first_page = index * num_blocks
-    epsilon, scales = c.norm_epsilon, weights["attention_norm"]
-    normed = layers.rms_norm(x, scales, index, epsilon, weights["qkv"])
-    qkv = layers.linear(normed, weights["qkv"], index)
+    epsilon, scales, used = c.norm_epsilon, weights["attention_norm"], shared.used
+    normed = layers.rms_norm(x, scales, index, epsilon, weights["qkv"], used)
+    qkv = layers.linear(normed, weights["qkv"], index, used)
     # Write none must lie past the last page of all, not of this layer.
     page = jnp.where(
         batch.write_block < num_blocks, batch.write_block + first_page, kv.shape[0]
@@ -191,11 +194,11 @@ def _layer(
         scale=c.head_dim**-0.5,
     )
     attended = attended.reshape(tokens, -1)
-    x = layers.add_linear(x, attended, weights["output"], index)
+    x = layers.add_linear(x, attended, weights["output"], index, used)
     scales = weights["mlp_norm"]
-    normed = layers.rms_norm(x, scales, index, epsilon, weights["gate_up"])
-    gated = layers.gated_linear(normed, weights["gate_up"], index)
-    return layers.add_linear(x, gated, weights["down"], index), kv
+    normed = layers.rms_norm(x, scales, index, epsilon, weights["gate_up"], used)
+    gated = layers.gated_linear(normed, weights["gate_up"], index, used)
+    return layers.add_linear(x, gated, weights["down"], index, used), kv
 
 
 def _pack(weight: layers.Weight, *, gated: bool = False) -> layers.Weight:

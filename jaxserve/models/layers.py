@@ -16,30 +16,37 @@ Weight = jax.Array | Packed
 """A stack of matrices [L, K, N], as it is or packed for this machine's kernels."""
 
 
-def linear(x: jax.Array, weight: Weight, layer: jax.Array) -> jax.Array:
-    """[T, K] times layer i32[] of the weights [L, K, N] -> f32[T, N]."""
+def linear(
+    x: jax.Array, weight: Weight, layer: jax.Array, rows: jax.Array
+) -> jax.Array:
+    """[T, K] times layer i32[] of the weights [L, K, N] -> f32[T, N].
+
+    Here and below, `rows` i32[] is how many rows count; padding follows them.
+    """
     if isinstance(weight, Packed):
-        return packed.linear(x, weight, layer)
+        return packed.linear(x, weight, layer, rows)
     return _dot(x, weight[layer], weight_axis=0)
 
 
 def add_linear(
-    y: jax.Array, x: jax.Array, weight: Weight, layer: jax.Array
+    y: jax.Array, x: jax.Array, weight: Weight, layer: jax.Array, rows: jax.Array
 ) -> jax.Array:
     """f32[T, N] plus [T, K] times layer i32[] of [L, K, N] -> f32[T, N]."""
     if isinstance(weight, Packed):
-        return packed.add_linear(y, x, weight, layer)
+        return packed.add_linear(y, x, weight, layer, rows)
     return y + _dot(x, weight[layer], weight_axis=0)
 
 
-def gated_linear(x: jax.Array, weight: Weight, layer: jax.Array) -> jax.Array:
+def gated_linear(
+    x: jax.Array, weight: Weight, layer: jax.Array, rows: jax.Array
+) -> jax.Array:
     """The first half of SwiGLU (Shazeer 2020): [T, d] -> [T, F].
 
     `weight` is [L, d, 2F], gate first.
     """
     if isinstance(weight, Packed):
-        return packed.gated_linear(x, weight, layer)
-    gate, up = jnp.split(linear(x, weight, layer), 2, axis=-1)
+        return packed.gated_linear(x, weight, layer, rows)
+    gate, up = jnp.split(linear(x, weight, layer, rows), 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 
@@ -50,13 +57,13 @@ def embed(tokens: jax.Array, embedding: Weight) -> jax.Array:
     return embedding[tokens].astype(jnp.float32)
 
 
-def project_to_vocab(x: jax.Array, embedding: Weight) -> jax.Array:
+def project_to_vocab(x: jax.Array, embedding: Weight, rows: jax.Array) -> jax.Array:
     """[R, d] times the transpose of embedding[V, d] -> f32[R, V].
 
     The head lies as the embedding does, so that tied models keep one copy.
     """
     if isinstance(embedding, Packed):
-        return packed.linear(x, embedding, 0)
+        return packed.linear(x, embedding, 0, rows)
     return _dot(x, embedding, weight_axis=1)
 
 
@@ -82,12 +89,13 @@ def rms_norm(
     layer: jax.Array | int,
     epsilon: float,
     weight: Weight,
+    rows: jax.Array,
 ) -> jax.Array:
     """f32[T, d] at unit root mean square, times layer i32[] of scales f32[L, d].
 
     Returns [T, d] of the dtype in which the linear layer `weight` takes it best.
     """
     if isinstance(weight, Packed):
-        return packed.rms_norm(x, scales, layer, epsilon, weight)
+        return packed.rms_norm(x, scales, layer, epsilon, weight, rows)
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(mean_square + jnp.float32(epsilon)) * scales[layer][None]

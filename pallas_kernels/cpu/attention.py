@@ -83,15 +83,20 @@ def _rotate(kind, frame, item):
     queries = heads - 2 * kv_heads
     row_size = head * element(kind)
     first = item * _ROTATE_TOKENS
+    rows = ffi.size(ffi.argument(frame, _TABLE), 0)
+    used = vec.load_i32(ffi.data(ffi.argument(frame, _CU_Q_LENS)) + 4 * rows)
     for token in range(first, min(first + _ROTATE_TOKENS, tokens)):
+        page = vec.load_i32(ffi.data(ffi.argument(frame, _PAGE_IDS)) + 4 * token)
+        writes = 0 <= page < ffi.size(pages, 0)
+        if token >= used and not writes:
+            continue
         source = ffi.data(qkv) + token * heads * head * 4
         cos = ffi.data(ffi.argument(frame, _COS)) + token * head * 2
         sin = ffi.data(ffi.argument(frame, _SIN)) + token * head * 2
         out = ffi.data(ffi.result(frame, _ROTATED)) + token * queries * row_size
         for h in range(queries):
             _turn(kind, source + h * head * 4, out + h * row_size, cos, sin, head)
-        page = vec.load_i32(ffi.data(ffi.argument(frame, _PAGE_IDS)) + 4 * token)
-        if page < 0 or page >= ffi.size(pages, 0):
+        if not writes:
             continue
         offset = vec.load_i32(ffi.data(ffi.argument(frame, _OFFSETS)) + 4 * token)
         out = ffi.data(ffi.result(frame, _NEW_PAGES))

@@ -81,10 +81,14 @@ def multiply(
     x: jax.Array,
     words: jax.Array,
     layer: jax.Array | int,
+    rows: jax.Array | int,
     mode: int,
     residual: jax.Array | None = None,
 ) -> jax.Array:
-    """f32[T, N] = x[T, K] times layer `layer` of packed words, or as `mode` says."""
+    """f32[T, N] = x[T, K] times layer `layer` of packed words, or as `mode` says.
+
+    Only the first `rows` rows are computed.
+    """
     kind = PAIRS if words.ndim == 5 else FLOATS
     dtype = jnp.dtype(jnp.bfloat16 if kind is PAIRS else jnp.float32)
     columns = words.shape[1] * PANEL
@@ -92,11 +96,12 @@ def multiply(
         out = jax.ShapeDtypeStruct((x.shape[0], columns // 2), dtype)
     else:
         out = jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32)
-    operands = [x.astype(dtype), words, jnp.asarray(layer, I32), jnp.int32(mode)]
+    numbers = (jnp.asarray(n, I32) for n in (layer, mode, rows))
+    operands = [x.astype(dtype), words, *numbers]
     aliases = {}
     if mode == linear.ADD:
         operands.append(residual)
-        aliases = {4: 0}
+        aliases = {5: 0}
     call = jax.ffi.ffi_call(linear.target(kind), out, input_output_aliases=aliases)
     return call(*operands)
 
@@ -106,13 +111,18 @@ def normalize(
     scales: jax.Array,
     layer: jax.Array | int,
     epsilon: float,
+    rows: jax.Array | int,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """[T, D] of `dtype`: x[T, D] by rows, normalised, times scales[layer] of [L, D]."""
+    """[T, D] of `dtype`: x[T, D] by rows, normalised, times scales[layer] of [L, D].
+
+    Only the first `rows` rows are computed.
+    """
     call = jax.ffi.ffi_call(
         norm.target(kind_of(dtype)), jax.ShapeDtypeStruct(x.shape, dtype)
     )
-    return call(x, scales, jnp.asarray(layer, I32), jnp.float32(epsilon))
+    layer, rows = jnp.asarray(layer, I32), jnp.asarray(rows, I32)
+    return call(x, scales, layer, jnp.float32(epsilon), rows)
 
 
 def _room(

@@ -58,6 +58,12 @@ def size(buffer, axis):
 
 
 @njit
+def leading(buffer, count):
+    """How many leading rows of a buffer count, by an i32[] operand."""
+    return min(size(buffer, 0), max(0, load_i32(data(count))))
+
+
+@njit
 def is_query(frame):
     """Whether the call only asks for the handler's version, which is then answered."""
     extension = word(frame, _EXTENSION)

@@ -4,8 +4,9 @@
     add_linear   out = y + x W, in place      f32[T, N]
     gated        out = silu(x G) * (x U)      [T, F], dtype of the weights
 
-A panel is 32 columns of W, or 16 of G beside the same 16 of U, with all of K: what one
-core multiplies all rows by before it goes on.
+Of the rows, an operand says how many count: what the padding behind them becomes is
+undefined, and costs nothing. A panel is 32 columns of W, or 16 of G beside the same 16
+of U, with all of K: what one core multiplies all rows by before it goes on.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def _panel(kind, frame, item):
     layer = vec.load_i32(ffi.data(ffi.argument(frame, 2)))
     mode = vec.load_i32(ffi.data(ffi.argument(frame, 3)))
     out = ffi.result(frame, 0)
-    rows, panels, steps = ffi.size(x, 0), ffi.size(w, 1), ffi.size(w, 2)
+    rows = ffi.leading(x, ffi.argument(frame, 4))
+    panels, steps = ffi.size(w, 1), ffi.size(w, 2)
     blocks = _blocks(rows)
     panel, block = item // blocks, item % blocks
     row, stop = rows * block // blocks, rows * (block + 1) // blocks
@@ -105,7 +107,7 @@ def _run(kind, frame, body):
     layer = vec.load_i32(ffi.data(ffi.argument(frame, 2)))
     if layer < 0 or layer >= ffi.size(ffi.argument(frame, 1), 0):
         return ffi.refuse(frame, _NO_LAYER.ctypes.data)
-    rows = ffi.size(ffi.argument(frame, 0), 0)
+    rows = ffi.leading(ffi.argument(frame, 0), ffi.argument(frame, 4))
     panels = ffi.size(ffi.argument(frame, 1), 1)
     loop(frame, body, frame, panels * _blocks(rows))
     return 0

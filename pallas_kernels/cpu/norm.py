@@ -15,8 +15,8 @@ from pallas_kernels.cpu import vector as vec
 from pallas_kernels.cpu.kinds import Kind, element, put
 from pallas_kernels.cpu.loops import loop
 
-# Operands: f32[T, D], f32[L, D], i32[], f32[]. Result: [T, D].
-_X, _SCALE, _LAYER, _EPSILON = range(4)
+# Operands: f32[T, D], f32[L, D], i32[], f32[], i32[] rows that count. Result: [T, D].
+_X, _SCALE, _LAYER, _EPSILON, _COUNT = range(5)
 
 _ROWS = 4  # of one item
 _NO_LAYER = ffi.text("layer must be from 0 to L - 1 of the scales [L, K]")
@@ -25,7 +25,7 @@ _NO_LAYER = ffi.text("layer must be from 0 to L - 1 of the scales [L, K]")
 @njit
 def _normalize(kind, frame, item):
     x, scales = ffi.argument(frame, _X), ffi.argument(frame, _SCALE)
-    rows, width = ffi.size(x, 0), ffi.size(x, 1)
+    rows, width = ffi.leading(x, ffi.argument(frame, _COUNT)), ffi.size(x, 1)
     layer = vec.load_i32(ffi.data(ffi.argument(frame, _LAYER)))
     epsilon = vec.load_f32(ffi.data(ffi.argument(frame, _EPSILON)))
     scale = ffi.data(scales) + layer * width * 4
@@ -50,7 +50,7 @@ def _run(kind, frame, body):
     layer = vec.load_i32(ffi.data(ffi.argument(frame, _LAYER)))
     if layer < 0 or layer >= ffi.size(ffi.argument(frame, _SCALE), 0):
         return ffi.refuse(frame, _NO_LAYER.ctypes.data)
-    rows = ffi.size(ffi.argument(frame, _X), 0)
+    rows = ffi.leading(ffi.argument(frame, _X), ffi.argument(frame, _COUNT))
     loop(frame, body, frame, (rows + _ROWS - 1) // _ROWS)
     return 0
 

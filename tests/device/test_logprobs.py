@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +11,10 @@ import pytest
 from jaxserve.device import sampling
 from tests.device.row_params import ROWS, VOCAB, softmax
 
-logprobs = jax.jit(sampling.logprobs, static_argnames="width")
+
+@partial(jax.jit, static_argnames="width")
+def logprobs(logits, tokens, wanted, *, width):
+    return sampling.logprobs(logits, tokens, wanted, len(logits), width=width)
 
 
 def test_logprobs_of_the_case() -> None:

@@ -23,7 +23,7 @@ DRAWS = 4096  # rows of the distribution tests, each with a position of its own
 WORDS = 6  # their vocabulary
 
 
-sample = jax.jit(sampling.sample)
+sample = jax.jit(lambda x, params: sampling.sample(x, params, len(x)))
 
 
 row_keys = jax.jit(sampling.row_keys)
@@ -84,6 +84,17 @@ def test_a_draw_is_argmax_of_logits_plus_the_keys_gumbel_noise() -> None:
         )
         expected.append(int(np.argmax(logits[row] / temperature[row] + noise)))
     assert np.asarray(sample(logits, params)).tolist() == expected
+
+
+@pytest.mark.parametrize("used", [0, 1, 8, 9, 19, 20])
+def test_rows_that_do_not_matter_change_no_token(used) -> None:
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(20, VOCAB)).astype(np.float32) * 3
+    params = rows(20, seed=np.arange(20), temperature=np.arange(20) % 3)
+    expected = np.asarray(sample(logits, params))[:used]
+    logits[used:] = np.nan
+    actual = jax.jit(sampling.sample)(logits, params, used)
+    np.testing.assert_array_equal(actual[:used], expected)
 
 
 def test_the_admitted_seed_is_the_key_of_jax_random() -> None:

@@ -129,6 +129,28 @@ def test_add_linear_adds_in_place():
     assert memory.alias_size_in_bytes == 256 * 64 * 4
 
 
+@pytest.mark.parametrize("rows", [0, 1, 5, 14, ROWS, 99])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_do_not_count_change_nothing(dtype, rows):
+    """The leading ones have the bits that they have without the others."""
+    plain, gated = (_weights(2, 96, 96, dtype), _weights(2, 96, 64, dtype))
+    weight = pack(jnp.asarray(plain))
+    pair = pack(jnp.asarray(gated), gated=True)
+    x, y, scales = _rows(ROWS, 96), _rows(ROWS, 96) + 1, _rows(2, 96)
+    added = np.asarray(packed.add_linear(y, x, weight, 1, rows))
+    np.testing.assert_array_equal(added[rows:], y[rows:])
+    for layer in (
+        lambda x, *rows: packed.linear(x, weight, 1, *rows),
+        lambda x, *rows: packed.add_linear(x + 1, x, weight, 1, *rows),
+        lambda x, *rows: packed.gated_linear(x, pair, 1, *rows),
+        lambda x, *rows: packed.rms_norm(x, scales, 1, 1e-5, weight, *rows),
+    ):
+        x[rows:] = np.nan
+        actual = layer(x, rows)
+        assert actual.shape[0] == ROWS
+        np.testing.assert_array_equal(actual[:rows], layer(x[:rows]))
+
+
 def test_no_rows_give_no_rows():
     weight = pack(jnp.asarray(_weights(1, 16, 32, jnp.float32)))
     assert packed.linear(jnp.zeros((0, 16)), weight, 0).shape == (0, 32)
