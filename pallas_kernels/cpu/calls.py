@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -97,7 +99,7 @@ def multiply(
     else:
         out = jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32)
     numbers = (jnp.asarray(n, I32) for n in (layer, mode, rows))
-    operands = [x.astype(dtype), words, *numbers]
+    operands: list[Any] = [x.astype(dtype), words, *numbers]
     aliases = {}
     if mode == linear.ADD:
         operands.append(residual)

@@ -10,6 +10,7 @@ where the row stands among them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -202,7 +203,7 @@ def multiply(
             more = b.zext(b.icmp_signed(">", rows, ir.Constant(I64, 16)), I64)
             sizes = [(h, v) for h in (1, 2) for v in (1, 2, 4) if h * v <= 4]
             cases = {
-                8 * (h - 1) + v: lambda h=h, v=v: amx.emit(b, tiles, h, v, add, *rest)
+                8 * (h - 1) + v: partial(amx.emit, b, tiles, h, v, add, *rest)
                 for h, v in sizes
             }
             _choose(b, b.add(b.shl(more, ir.Constant(I64, 3)), vectors), cases)
@@ -212,9 +213,7 @@ def multiply(
             selector = b.add(b.shl(rows, ir.Constant(I64, 3)), vectors)
             selector = b.add(b.shl(selector, ir.Constant(I64, 1)), add)
             cases = {
-                16 * r + 2 * v + plus: lambda r=r, v=v, plus=plus: _emit(
-                    b, dot, r, v, plus, *rest
-                )
+                16 * r + 2 * v + plus: partial(_emit, b, dot, r, v, plus, *rest)
                 for r in range(1, _MAX_ROWS + 1)
                 for v in (1, 2, 4)
                 for plus in (0, 1)

@@ -7,6 +7,7 @@ order, and adds both to what was there.
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any
 
 from llvmlite import ir
@@ -19,6 +20,15 @@ _REGISTERS = 8
 _SIDE = 16  # words of a tile's row, and rows of a full tile
 _WORDS = _REGISTERS * _SIDE * _SIDE  # of the registers; their heights come behind
 _PTR = ir.IntType(8).as_pointer()
+
+
+def use_if_asked() -> None:
+    """Put the emulation in the tiles' place where EMULATED_TILES=1 is set."""
+    if os.environ.get("EMULATED_TILES") == "1":
+        from pallas_kernels.cpu import tile  # only now: it needs numba
+
+        tile.TILES = EmulatedTiles()
+        tile.has = lambda name: name == "amx-bf16"
 
 
 def _int(value: int) -> ir.Constant:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import cpu, packed, paged_attention
+from tests.kernels import emulated_tiles
 from tests.kernels.batches import Batch, Shape, make_batch
 
 DTYPES = ("float32", "bfloat16")
@@ -50,6 +51,7 @@ def linear(dtype: str) -> jax.Array:
 
 def main(path: str, *names: str) -> None:
     """Write what each named function gives for each dtype, as float32."""
+    emulated_tiles.use_if_asked()
     made = {"attention": attention, "linear": linear}
     out = {
         f"{name} {dtype}": np.asarray(made[name](dtype), np.float32)

@@ -67,18 +67,33 @@ def test_a_processor_without_avx512_computes_the_same(what, tmp_path):
 )
 @pytest.mark.parametrize("what", WHAT)
 def test_bf16_without_the_instruction_has_the_same_bits(what, tmp_path):
-    has = cpu.instruction_sets()
-    actual = _run(
-        tmp_path / "out.npz",
-        what,
-        NUMBA_CPU_NAME="icelake-server",
-        NUMBA_CPU_FEATURES=",".join(f"+{name}" for name in has - {"avx512bf16"}),
+    has = {name for name in cpu.instruction_sets() if not name.startswith("amx")}
+    native, without = (
+        _run(
+            tmp_path / "out.npz",
+            what,
+            NUMBA_CPU_NAME="icelake-server",
+            NUMBA_CPU_FEATURES=",".join(f"+{name}" for name in sets),
+        )
+        for sets in (has, has - {"avx512bf16"})
     )
-    assert "avx512f" in actual["sets"]
-    assert "avx512bf16" not in actual["sets"]
-    for dtype in small_batch.DTYPES:
-        native = np.asarray(getattr(small_batch, what)(dtype), np.float32)
-        np.testing.assert_array_equal(actual[f"{what} {dtype}"], native)
+    assert set(native.pop("sets")) - set(without.pop("sets")) == {"avx512bf16"}
+    for name, value in without.items():
+        np.testing.assert_array_equal(value, native[name])
+
+
+@pytest.mark.skipif(
+    "amx-bf16" not in (cpu.instruction_sets() if not cpu.unavailable() else ()),
+    reason="this processor has no tiles",
+)
+@pytest.mark.parametrize("what", WHAT)
+def test_emulated_tiles_have_the_bits_of_the_machine_s(what, tmp_path):
+    """What the emulation is for on other machines rests on this."""
+    emulated = _run(
+        tmp_path / "out.npz", what, EMULATED_TILES="1", NUMBA_CACHE_DIR=str(tmp_path)
+    )
+    native = np.asarray(getattr(small_batch, what)("bfloat16"), np.float32)
+    np.testing.assert_array_equal(emulated[f"{what} bfloat16"], native)
 
 
 @pytest.mark.parametrize("what", WHAT)
