@@ -24,7 +24,7 @@ _PROMPTS = flags.DEFINE_string(
     str(Path(__file__).with_name("demo_prompts.jsonl")),
     "JSON lines with user, max_tokens, and perhaps system.",
 )
-_RATE = flags.DEFINE_float("rate", 4.0, "Requests a second.", lower_bound=1e-3)
+_RATE = flags.DEFINE_float("rate", 8.0, "Requests a second.", lower_bound=1e-3)
 _OUT = flags.DEFINE_string("out", "demo", "Folder for the picture and the events.")
 _SHOW = flags.DEFINE_integer("show", 6, "Answers to print.", lower_bound=1)
 

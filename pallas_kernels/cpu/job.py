@@ -9,7 +9,7 @@ from pallas_kernels.cpu import vector as vec
 STRIDE = 64
 """Positions that one round of the softmax takes in."""
 
-MAX_QUERIES = 48
+MAX_QUERIES = 96
 """Queries of a tile for one KV head, save where one token alone has more."""
 
 # Words of a job. Addresses:
