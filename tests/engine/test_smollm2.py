@@ -92,6 +92,7 @@ def test_eight_steps_a_launch_in_tight_memory_two_in_flight() -> None:
     check(llm.generate(prompts, PARAMS, use_tqdm=False), range(16))
 
 
+@pytest.mark.slow
 def test_a_third_of_the_memory_one_step_a_launch(llm: LLM) -> None:
     prompts, _, _ = reference()
     need = sum(-(-(len(prompt) + TOKENS - 1) // 16) for prompt in prompts)

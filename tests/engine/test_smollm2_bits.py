@@ -88,7 +88,16 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+SLOW = ("few slots, odd chunks", "large blocks, two launches in flight")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in SCHEDULES
+    ],
+)
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)]
 )
