@@ -205,10 +205,10 @@ def sample(logits: jax.Array, params: RowParams, used: jax.Array) -> jax.Array:
         return _by_rows(_draw, (x, params), used)
 
     # Not one `cond` for each part: what a branch passes on unchanged is copied, and
-    # the logits are large.
-    barred = (params.barred >= 0).any()
-    case = jnp.where(greedy.all(), I32(0), I32(2)) + barred.astype(I32)
-    branches = (argmax, lambda x: argmax(bar(x)), draw, lambda x: draw(bar(x)))
+    # the logits are large. Where rows are random that copy does not count.
+    barred = (params.barred >= 0).any().astype(I32)
+    case = jnp.where(greedy.all(), barred, 2)
+    branches = (argmax, lambda x: argmax(bar(x)), lambda x: draw(bar(x)))
     return lax.switch(case, branches, logits)
 
 
