@@ -19,8 +19,9 @@ setup: ## Make .venv from the pinned versions, once (PYTHON=python3.11 to choose
 demo: setup ## Run the demo (ARGS="..." for its flags)
 	$(BIN)/python -m experiments.demo $(ARGS)
 
+# Most of their time is compilation, on one core; a process takes up to 3 GB.
 test: setup ## Run the tests (ARGS="-m slow" for the slow ones)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 fuzz: setup ## Run the long random tests (SEED=0)
 	$(BIN)/python -m pytest -m fuzz --hypothesis-profile=fuzz --hypothesis-seed=$(SEED) $(ARGS)
