@@ -110,6 +110,7 @@ def _mixed_batch(
         cu_q_lens=cu,
         num_decode=num_decode,
         logit_index=jnp.maximum(cu[1:] - 1, 0),
+        num_tokens=cu[-1],
         num_logits=_leading(samples),
     )
 
@@ -128,7 +129,7 @@ def _decode_batch(
     rows = slot.shape[0]
     mine = jnp.where(live, slot, s)
     length = slots.length.at[mine].get(mode="fill", fill_value=0)
-    each = jnp.arange(rows + 1, dtype=I32)
+    each, used = jnp.arange(rows + 1, dtype=I32), _leading(live)
     return Batch(
         tokens=slots.last.at[mine].get(mode="fill", fill_value=0),
         positions=length,
@@ -138,7 +139,8 @@ def _decode_batch(
         cu_q_lens=each,
         num_decode=rows,
         logit_index=each[:-1],
-        num_logits=_leading(live),
+        num_tokens=used,
+        num_logits=used,
     )
 
 

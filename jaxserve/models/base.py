@@ -29,7 +29,8 @@ class Batch(NamedTuple):
     chunks.
 
     The tokens of row r are [cu_q_lens[r], cu_q_lens[r + 1]) of the token axis; what
-    lies past cu_q_lens[R] is padding, and so is a row without tokens.
+    lies past cu_q_lens[R] is padding, and so is a row without tokens. Idle rows have a
+    token each, which counts for nothing; those at the end need not be computed.
     """
 
     tokens: jax.Array  # i32[T] token ids; padding: 0
@@ -42,6 +43,7 @@ class Batch(NamedTuple):
     # of this shape can hold a chunk, so that the code for chunks is left out
     num_decode: jax.Array | int
     logit_index: jax.Array  # i32[R] token whose next-token logits row r wants
+    num_tokens: jax.Array  # i32[] leading tokens of rows that are not idle
     num_logits: jax.Array  # i32[] leading rows whose logits are read
 
 

@@ -131,7 +131,7 @@ class Decoder:
             # Kernels read what the table names, so a hole must be a page too.
             table=jnp.clip(batch.table, 0, num_blocks - 1),
             offset=batch.positions % kv.shape[1],
-            used=batch.cu_q_lens[-1],
+            used=batch.num_tokens,
         )
 
         def layer(

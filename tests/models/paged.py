@@ -100,6 +100,7 @@ class PagedRun:
             num_decode=jnp.int32(sum(len(ids) == 1 for ids in new.values())),
             # Logits are asked for by row; rows without tokens can ask for any token.
             logit_index=jnp.asarray(np.arange(rows, dtype=np.int32) if every else last),
+            num_tokens=jnp.int32(cu[-1]),
             num_logits=jnp.int32(rows),
         )
 
