@@ -175,22 +175,25 @@ def attend(kind, job, number, part):
             locate(job, size, row, head, at + STRIDE, end, zeros, following)
         else:
             locate_next(job, size, number, head, zeros, following)
-        steps = heads * 2 * vectors  # in which what is read next is fetched
+        steps = heads * 4 * vectors  # in which what is read next is fetched
         for h in range(heads):
             mine, offset = h * whole, 2 * h * row_size
             for i in range(vectors):
-                pack_keys(addresses + 128 * i, offset, row_size, keys + 64 * i)
-                fetch(following, span, 2 * h * vectors + i, steps)
-            for i in range(vectors):
+                for half in range(2):
+                    pack_keys(
+                        addresses + 128 * i, offset, row_size, half, keys + 64 * i
+                    )
+                    fetch(following, span, (4 * h * vectors + 2 * i) + half, steps)
+            for i in range(2 * vectors):
                 pack_values(
                     kind,
-                    addresses + 128 * i,
+                    addresses + 64 * i,
                     offset + row_size,
-                    values + 16 * i * row_size,
+                    values + 8 * i * row_size,
                     features,
-                    16,
+                    8,
                 )
-                fetch(following, span, (2 * h + 1) * vectors + i, steps)
+                fetch(following, span, (4 * h + 2) * vectors + i, steps)
             # Few queries at a time, so that what they work on stays in cache.
             for some in range(0, whole, most):
                 rows = min(most, whole - some)

@@ -92,12 +92,15 @@ def fetch(addresses, span, step, steps):
 
 
 @njit
-def pack_keys(addresses, offset, size, out):
-    """Lay the key rows, `size` bytes each, of 16 positions out for `multiply`.
+def pack_keys(addresses, offset, size, half, out):
+    """Lay half of the key rows, `size` bytes each, of 16 positions out for `multiply`.
 
     Steps of 64 bytes are whole: what a key lacks of its last one is zero.
     """
-    for w in range(0, size, 64):
+    whole = (size + 63) // 64 * 64
+    middle = whole // 2 // 64 * 64
+    start, stop = (middle, whole) if half else (0, middle)
+    for w in range(start, min(stop, size), 64):
         vec.transpose(addresses, offset + w, out + w * STRIDE, 4 * STRIDE)
-    for w in range(size, (size + 63) // 64 * 64, 4):
+    for w in range(max(start, size), stop, 4):
         vec.store(out + w * STRIDE, vec.fill(np.float32(0)))
