@@ -42,7 +42,7 @@ class Accounts:
         self, launch: Launch, output: StepOutput, host_s: float
     ) -> dict[str, Any]:
         """Add a launch that was read; what it did, in the terms of its event."""
-        plan, rows = launch
+        plan, rows = launch.plan, launch.rows
         ran = output.ran.sum(axis=1)  # rows that ran in each step
         further = int((ran[1:] > 0).sum())
         prefill = sum(row.prompt_tokens for row in rows)

@@ -206,6 +206,12 @@ class EngineShape:
         r = bucket(rows, self.row_buckets)
         return r, max(r, bucket(tokens, self.token_buckets))
 
+    @property
+    def transfer_buckets(self) -> tuple[int, ...]:
+        """Blocks that one program copies to or from the host, ascending."""
+        most = min(64, self.max_blocks_per_slot)
+        return _ladder(min(8, most), most, 8)
+
     def launch_shapes(self) -> tuple[tuple[int, int], ...]:
         """Every (R, T) that `launch_shape` can return: the whole compiled set."""
         mixed = {(r, max(r, t)) for r in self.row_buckets for t in self.token_buckets}
@@ -233,6 +239,13 @@ class EngineConfig:
         within `cache_bytes`.
       cache_bytes: bound on the KV cache when num_blocks is None.
       enable_prefix_caching: share the blocks of equal prompt prefixes.
+      preemption_mode: what becomes of the KV of a request that loses its slot.
+        "recompute" forgets it, but for blocks that stay cached; "swap" keeps it on the
+        host, as far as there is room; "auto" does what costs less time by the engine's
+        own measurements, and "article" by a rule of thumb kept for study (see
+        scheduling/preemption.py).
+      swap_space_bytes: bound on host memory for swapped requests.
+      num_swap_blocks: the same bound in blocks; None takes what swap_space_bytes holds.
       num_scheduler_steps: decode steps a launch (N-step scheduling).
       launches_in_flight: launches submitted before the oldest is read; 1 is
         synchronous.
@@ -257,6 +270,9 @@ class EngineConfig:
     num_blocks: int | None = None
     cache_bytes: int = 2**30
     enable_prefix_caching: bool = True
+    preemption_mode: Literal["recompute", "swap", "auto", "article"] = "auto"
+    swap_space_bytes: int = 0
+    num_swap_blocks: int | None = None
     num_scheduler_steps: int = 1
     launches_in_flight: int = 1
     max_chunk_tokens: int | None = None
@@ -274,6 +290,8 @@ class EngineConfig:
             "block_size": 1,
             "num_blocks": 1,
             "cache_bytes": 1,
+            "swap_space_bytes": 0,
+            "num_swap_blocks": 0,
             "num_scheduler_steps": 1,
             "launches_in_flight": 1,
             "max_chunk_tokens": 1,
@@ -282,13 +300,17 @@ class EngineConfig:
             "max_logprobs": 0,
         }
         hints = {"max_model_len": ": a prompt and an output"}
-        hints |= dict.fromkeys(("num_blocks", "max_chunk_tokens"), ", or None")
+        hints |= dict.fromkeys(
+            ("num_blocks", "num_swap_blocks", "max_chunk_tokens"), ", or None"
+        )
         for field, low in lowest.items():
             value = getattr(self, field)
             hint = hints.get(field, "")
             if value is not None or not hint.endswith("None"):
                 object.__setattr__(self, field, _integer(field, value, low, hint))
         _flag("enable_prefix_caching", self.enable_prefix_caching)
+        modes = ("recompute", "swap", "auto", "article")
+        _one_of("preemption_mode", self.preemption_mode, modes)
         _one_of("batching", self.batching, ("continuous", "static"))
         _one_of("prefill", self.prefill, ("chunked", "prefill_first", "decode_first"))
         if self.batching == "static" and self.prefill != "chunked":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import heapq
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from jaxserve.core import Event, Request, StepOutput
 from jaxserve.executors.base import Executor, Leap, Simulation, Ticket
 from jaxserve.leaps import tell_leap
 from jaxserve.live import Live
-from jaxserve.models.base import Model, Params, num_blocks
+from jaxserve.models.base import Model, Params, num_blocks, num_swap_blocks
 from jaxserve.models.detokenizer import Decodes
 from jaxserve.outputs import RequestOutput
 from jaxserve.reports import Reports
@@ -79,7 +80,11 @@ class Engine:
         self._tokenizer = tokenizer
         self.executor = (executor or _jax_executor)(model, params, self.shape)
         self._simulation = self._jumping(self.executor)
-        self._scheduler = Scheduler(self.config, self.shape, policy or fcfs())
+        swap_blocks = num_swap_blocks(model, self.config)
+        self.swaps = swap_blocks > 0
+        self._scheduler = Scheduler(
+            self.config, self.shape, policy or fcfs(), swap_blocks
+        )
         self._flights: deque[_Flight] = deque()
         self._future: list[tuple[float, int, Live]] = []  # heap by arrival
         self._live: dict[str, Live] = {}  # by request id
@@ -251,7 +256,7 @@ class Engine:
             launch, host_s = self._planned
             submitted_s = self.now()
             with self._or_break(Exception):  # an interrupt: submitted again
-                ticket = self.executor.submit(launch.plan, launch.who)
+                ticket = self.executor.submit(launch.plan, launch.who, launch.moves)
             number = self._reports.accounts.launches
             self._reports.accounts.launches += 1
             flight = _Flight(launch, ticket, number, submitted_s, host_s)
@@ -259,6 +264,10 @@ class Engine:
         launch, self._planned = self._planned, None
         if self._flights and (launch is None or len(self._flights) >= depth):
             self._read()
+        elif launch is None and self._scheduler.fetching:
+            with self._or_break(Exception):
+                next_s = self._future[0][0] if self._future else math.inf
+                self.executor.await_arrival(next_s)
         elif launch is None and self._scheduler.has_requests:
             with self._or_break(Exception):
                 raise RuntimeError("no launch can be planned, but requests wait")
@@ -319,14 +328,19 @@ class Engine:
 
     def _plan(self) -> tuple[Launch, float] | None:
         self._arrive()
+        self._scheduler.arrive(self.executor.arrivals())
         start = time.perf_counter()
         launch = self._scheduler.plan(self.now())
+        self._publish()
+        return (launch, time.perf_counter() - start) if launch else None
+
+    def _publish(self) -> None:
+        """Tell what the scheduler did with requests."""
         for event in self._scheduler.take_events():
             live = self._by_index.get(event.data["index"])
             if live:
                 live.note(event)
             self._reports.add(event)
-        return (launch, time.perf_counter() - start) if launch else None
 
     def _read(self) -> None:
         flight = self._flights[0]
@@ -339,6 +353,11 @@ class Engine:
             start = time.perf_counter()
             observed = self._scheduler.observe(flight.launch, output)
             span_s = self._last_read_s - began_s
+            timed = self.executor.timed()
+            self._scheduler.measure(
+                flight.launch, output, span_s, timed, self._last_read_s
+            )
+            self._publish()
             results = [self._absorb(seen, span_s) for seen in observed]
             results += [self._answer(r) for r in self._scheduler.answered()]
             host_s = flight.host_s + time.perf_counter() - start
@@ -465,6 +484,8 @@ class Engine:
             "cached_blocks": scheduler.cached_blocks,
             "idle_cached_blocks": scheduler.idle_cached_blocks,
             "cache_loss_blocks": scheduler.lost_blocks,
+            "swapped_blocks": scheduler.swapped_blocks,
+            "lost_swaps": scheduler.lost_swaps,
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting + len(self._future),
             "compiles": self.executor.compiles,

@@ -113,7 +113,10 @@ class LLM:
         if warmup:
             executor = cast(JaxExecutor, self.engine.executor)
             executor.warmup(
-                lambda shapes: tqdm(shapes, desc="Compiling", disable=None, leave=False)
+                lambda shapes: tqdm(
+                    shapes, desc="Compiling", disable=None, leave=False
+                ),
+                transfers=self.engine.swaps,
             )
 
     def generate(

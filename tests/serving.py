@@ -16,15 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve import Engine, EngineConfig, RequestOutput, SamplingParams
-from jaxserve.core import Event, StepOutput, StepPlan
+from jaxserve.core import Event, Moves, StepOutput, StepPlan
 from jaxserve.executors.cost_model import LinearCost
 from jaxserve.executors.jax_executor import JaxExecutor
+from jaxserve.executors.link import LinkCost
 from jaxserve.executors.sim_executor import SimExecutor, Truth
 from jaxserve.models.hash_model import HashModel, next_token
 from jaxserve.scheduling.policies import Policy
 
 EOS = (7, 50)
 COST = LinearCost()
+LINK = LinkCost(block_s=0.003, fixed_s=0.002)
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -131,11 +133,13 @@ class Recorder:
     def __init__(self, inner):
         self.inner = inner
         self.plans: list[StepPlan] = []
+        self.moves: list[Moves] = []
         self.outputs: list[StepOutput] = []
 
-    def submit(self, plan, who):
+    def submit(self, plan, who, moves):
         self.plans.append(plan)
-        return self.inner.submit(plan, who)
+        self.moves.append(moves)
+        return self.inner.submit(plan, who, moves)
 
     def result(self, ticket):
         output = self.inner.result(ticket)
@@ -171,10 +175,10 @@ def make_engine(
 
     def executor(model, params, shape):
         if truth is None:
-            recorder = Recorder(JaxExecutor(model, params, shape, cost=cost))
+            recorder = Recorder(JaxExecutor(model, params, shape, cost=cost, link=LINK))
         else:
             assert cost is not None
-            recorder = Recorder(SimExecutor(shape, truth, cost))
+            recorder = Recorder(SimExecutor(shape, truth, cost, link=LINK))
         recorders.append(recorder)
         return recorder
 

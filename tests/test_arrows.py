@@ -28,7 +28,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "jaxserve.validation": ("jaxserve.config",),
     "jaxserve.block_count": ("jaxserve.core",),
     "jaxserve.scheduling": ("jaxserve.block_count",),
-    "jaxserve.kv_tiers": ("jaxserve.core",),
+    "jaxserve.kv_tiers": ("numpy",),
     "jaxserve.workloads": ("jaxserve.core",),
     "jaxserve.metrics": ("jaxserve.core",),
     "jaxserve.kv_size": (),
@@ -58,6 +58,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "jaxserve.core",
     ),
     "jaxserve.device.step": ("jaxserve.device.state",),
+    "jaxserve.device.transfer": ("jaxserve.device.state",),
     # Text, on the host and without JAX.
     "jaxserve.models.chat_template": ("jinja2",),
     "jaxserve.models.tokenizer": ("jaxserve.models.chat_template", "tokenizers"),
@@ -65,7 +66,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # Where a plan runs. The simulated executor knows no device.
     "jaxserve.executors.__init__": (),
     "jaxserve.executors.base": ("jaxserve.core",),
-    "jaxserve.executors.cost_model": ("jaxserve.block_count",),
+    "jaxserve.executors.link": ("jaxserve.core",),
+    "jaxserve.executors.cost_model": (
+        "jaxserve.block_count",
+        "jaxserve.executors.link",
+    ),
     "jaxserve.executors.sim_executor": (
         "jaxserve.executors.base",
         "jaxserve.executors.cost_model",
@@ -74,6 +79,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "jaxserve.executors.base",
         "jaxserve.executors.cost_model",
         "jaxserve.device.step",
+        "jaxserve.executors.transfers",
+    ),
+    "jaxserve.executors.transfers": (
+        "jaxserve.device.step",
+        "jaxserve.device.transfer",
         "jaxserve.kv_tiers",
     ),
     # The loop and what stands on it. The engine knows executors by their protocol, and
@@ -86,7 +96,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "jaxserve.reports",
         "jaxserve.executors.base",
         "jaxserve.executors.jax_executor",
-        "jaxserve.kv_tiers",
         "jaxserve.leaps",
         "jaxserve.models.base",
         "jaxserve.scheduling",

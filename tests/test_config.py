@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve import EngineConfig, SamplingParams
 from jaxserve.config import bucket
-from jaxserve.models.base import num_blocks
+from jaxserve.models.base import num_blocks, num_swap_blocks
 from jaxserve.models.hash_model import HashModel
 from tests.engine.harness import Served, config
 from tests.serving import direct
@@ -41,6 +41,9 @@ ENGINE = {
     "max_num_batched_tokens": ([0, 1.5, True, None], "integer >= 1"),
     "block_size": ([0, -16, 16.0, True, None], "integer >= 1"),
     "num_blocks": ([0, -1, 1.5, True, "9"], ">= 1, or None"),
+    "preemption_mode": (["swop", None, 1], "'recompute', 'swap', 'auto'"),
+    "swap_space_bytes": ([-1, 1.5, None, True], ">= 0"),
+    "num_swap_blocks": ([-1, 1.5, True, "9"], ">= 0, or None"),
     "cache_bytes": ([0, 1e9, True, None], "integer >= 1"),
     "enable_prefix_caching": (["no", 1, 0, None], "must be True or False"),
     "num_scheduler_steps": ([0, 1.5, True, None], "integer >= 1"),
@@ -206,6 +209,12 @@ def test_blocks_of_an_engine_are_what_fits() -> None:
         ValueError, match=r"cache_bytes=255 holds 3 blocks of 64 .*=64 needs 4.*256"
     ):
         num_blocks(model, dataclasses.replace(base, cache_bytes=255))
+    assert num_swap_blocks(model, base) == 0
+    assert num_swap_blocks(model, dataclasses.replace(base, num_swap_blocks=7)) == 7
+    assert (
+        num_swap_blocks(model, dataclasses.replace(base, swap_space_bytes=5 * 64 + 63))
+        == 5
+    )
 
 
 # Bad input to an engine that is at work -----------------------------------------------

@@ -382,8 +382,8 @@ def test_a_cache_that_is_not_forgotten_is_found(monkeypatch) -> None:
 def test_tokens_that_depend_on_the_schedule_are_found(monkeypatch) -> None:
     submit = SimExecutor.submit
 
-    def mixed(self, plan, who):
-        ticket = submit(self, plan, who)
+    def mixed(self, plan, who, moves):
+        ticket = submit(self, plan, who, moves)
         tokens = ticket.output.tokens + np.int32(sum(who))
         return ticket._replace(output=ticket.output._replace(tokens=tokens))
 

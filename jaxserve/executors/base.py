@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jaxserve.core import StepOutput, StepPlan
+from jaxserve.core import STILL, Moves, StepOutput, StepPlan, Transferred
 
 Ticket = Any
 """A launch that was submitted and not yet read; redeemed once, in order."""
@@ -17,9 +17,30 @@ Ticket = Any
 class Executor(Protocol):
     """Runs plans in the order of submission, on a clock of its own."""
 
-    def submit(self, plan: StepPlan, who: Sequence[int]) -> Ticket:
-        """Start a launch and return at once; `who` holds the submission
-        index of each listed row's request."""
+    def submit(
+        self, plan: StepPlan, who: Sequence[int], moves: Moves = STILL
+    ) -> Ticket:
+        """Start a launch and return at once.
+
+        Args:
+          who: submission index of each listed row's request.
+          moves: blocks that cross between device and host around it.
+        """
+        ...
+
+    def arrivals(self) -> Sequence[int]:
+        """Payloads that were fetched and have arrived since the last call."""
+        ...
+
+    def timed(self) -> Sequence[Transferred]:
+        """Copies between device and host that have ended since the last call."""
+        ...
+
+    def await_arrival(self, until_s: float) -> None:
+        """Return once another payload fetched has arrived, or `now` is until_s.
+
+        A payload must be on its way, or until_s finite.
+        """
         ...
 
     def result(self, ticket: Ticket) -> StepOutput:

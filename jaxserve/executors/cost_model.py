@@ -17,7 +17,8 @@ import numpy as np
 
 from jaxserve.block_count import BlockCount
 from jaxserve.config import EngineShape
-from jaxserve.core import StepPlan
+from jaxserve.core import STILL, Moves, StepPlan, Transferred
+from jaxserve.executors.link import INSTANT, Link, LinkCost
 
 
 class StepCost(Protocol):
@@ -92,11 +93,16 @@ class LogicalClock:
     """Time that passes only by the cost of launches and by sleeping.
 
     finish(k) = max(finish(k - 1), submitted(k)) + the cost of the steps that ran.
-    Reading launch k sets now to finish(k); submitting costs nothing.
+    Reading launch k sets now to finish(k); submitting costs nothing. What a launch
+    spills leaves when the launch starts, and holds nobody up.
+
+    Args:
+      shape, cost: of the engine. link: of the way to the host and back.
     """
 
-    def __init__(self, shape: EngineShape, cost: StepCost):
+    def __init__(self, shape: EngineShape, cost: StepCost, link: LinkCost = INSTANT):
         self._cost = cost
+        self._link = Link(link)
         self._count = BlockCount(shape)
         self._slots = shape.max_slots
         self._steps = shape.decode_steps
@@ -111,8 +117,31 @@ class LogicalClock:
         """Let time pass while nothing runs."""
         self._now = max(self._now, t_s)
 
-    def finish(self, plan: StepPlan, ran: np.ndarray, submitted_s: float) -> int:
-        """Let a launch that ran `ran` bool[N, R] pass; return its free blocks."""
+    def fetch(self, moves: Moves) -> None:
+        """A launch is submitted: what it fetches leaves for the device now."""
+        self._link.fetch(moves.fetch, self._now)
+
+    def arrivals(self) -> list[int]:
+        """Payloads that were fetched and have arrived since the last call."""
+        return self._link.arrivals(self._now)
+
+    def await_arrival(self, until_s: float) -> None:
+        """Let time pass until the next payload arrives, or to until_s."""
+        self.sleep_until(min(self._link.next_arrival_s, until_s))
+
+    def timed(self) -> list[Transferred]:
+        """Transfers that have ended since the last call."""
+        return self._link.timed(self._now)
+
+    def finish(
+        self,
+        plan: StepPlan,
+        ran: np.ndarray,
+        submitted_s: float,
+        moves: Moves = STILL,
+    ) -> int:
+        """Let a launch that ran `ran` bool[N, R] pass; return its free blocks, before
+        it restores any."""
         slots = plan.decode[:, 0].tolist()
         listed = [r for r, slot in enumerate(slots) if slot < self._slots]
         chunk_rows = int((plan.chunk_end > 0).sum())
@@ -129,7 +158,12 @@ class LogicalClock:
             context = int(((length - later) * decode).sum())
             rows = len(listed) - (chunk_rows if i == 0 else 0)
             seconds += self._cost.step_s(chunk_tokens if i == 0 else 0, rows, context)
-        self._finish = max(self._finish, submitted_s) + seconds
+        start_s = max(self._finish, submitted_s)
+        self._link.spill([spill.name for spill in moves.spill], start_s)
+        self._link.drop(moves.drop)
+        for order in moves.restore:
+            self._count.resize(order.slot, order.length)
+        self._finish = start_s + seconds
         self._now = max(self._now, self._finish)
         return free
 

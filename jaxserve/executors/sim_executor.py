@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.config import EngineShape
-from jaxserve.core import StepOutput, StepPlan
+from jaxserve.core import STILL, Moves, StepOutput, StepPlan, Transferred
 from jaxserve.executors.base import Leap
 from jaxserve.executors.cost_model import LogicalClock, StepCost
+from jaxserve.executors.link import INSTANT, LinkCost
 
 
 class Truth(NamedTuple):
@@ -28,6 +29,7 @@ class Truth(NamedTuple):
 class _Ticket(NamedTuple):
     output: StepOutput  # num_free is filled when it is read
     plan: StepPlan
+    moves: Moves
     submitted_s: float
 
 
@@ -38,7 +40,7 @@ class SimExecutor:
     Args:
       shape: static sizes, as for a device.
       truth: by submission index; may grow while the engine runs.
-      cost: seconds of a step.
+      cost: seconds of a step. link: of copying blocks to the host and back.
       jump: let the engine skip planning where no decision is due. Answers, times and
         events are the same, in less time; only the order in which a launch lists its
         rows may differ. A callback hears of a whole jump at once: what it does on
@@ -53,12 +55,13 @@ class SimExecutor:
         truth: Mapping[int, Truth],
         cost: StepCost,
         *,
+        link: LinkCost = INSTANT,
         jump: bool = False,
     ):
         self.jumps = jump
         self._shape = shape
         self._truth = truth
-        self._clock = LogicalClock(shape, cost)
+        self._clock = LogicalClock(shape, cost, link)
         self._sampled: dict[int, int] = {}  # tokens emitted so far, by submission index
 
     def now(self) -> float:
@@ -69,8 +72,23 @@ class SimExecutor:
         """Let logical time pass."""
         self._clock.sleep_until(t_s)
 
-    def submit(self, plan: StepPlan, who: Sequence[int]) -> _Ticket:
+    def arrivals(self) -> list[int]:
+        """Payloads that were fetched and have arrived since the last call."""
+        return self._clock.arrivals()
+
+    def await_arrival(self, until_s: float) -> None:
+        """Let logical time pass until the next payload arrives, or to until_s."""
+        self._clock.await_arrival(until_s)
+
+    def timed(self) -> list[Transferred]:
+        """Transfers that have ended since the last call."""
+        return self._clock.timed()
+
+    def submit(
+        self, plan: StepPlan, who: Sequence[int], moves: Moves = STILL
+    ) -> _Ticket:
         """Look up what the launch samples; time passes when it is read."""
+        self._clock.fetch(moves)
         steps = self._shape.decode_steps
         columns = [[0] * steps] * plan.rows
         counts, done = [0] * plan.rows, [False] * plan.rows
@@ -97,12 +115,12 @@ class SimExecutor:
             done=np.array(done),
             num_free=-1,
         )
-        return _Ticket(output, plan, self.now())
+        return _Ticket(output, plan, moves, self.now())
 
     def result(self, ticket: _Ticket) -> StepOutput:
         """Let the launch's time pass and count the free blocks after it."""
-        output, plan, submitted_s = ticket
-        free = self._clock.finish(plan, output.ran, submitted_s)
+        output, plan, moves, submitted_s = ticket
+        free = self._clock.finish(plan, output.ran, submitted_s, moves)
         return output._replace(num_free=free)
 
     def leap(

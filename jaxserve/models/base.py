@@ -73,6 +73,28 @@ class Model(Protocol):
         ...
 
 
+def block_bytes(model: Model, block_size: int) -> int:
+    """Bytes of one KV block, of all groups and layers."""
+    one, two = (model.page_shapes(n, block_size) for n in (1, 2))
+
+    def total(shapes: Mapping[str, Any]) -> int:
+        return sum(math.prod(s.shape) * s.dtype.itemsize for s in shapes.values())
+
+    return total(two) - total(one)
+
+
+def num_swap_blocks(model: Model, config: EngineConfig) -> int:
+    """Host blocks for swapped requests: as configured, or what swap_space_bytes
+    holds."""
+    if config.preemption_mode == "recompute":
+        return 0
+    if config.num_swap_blocks is not None:
+        return config.num_swap_blocks
+    if not config.swap_space_bytes:
+        return 0
+    return config.swap_space_bytes // block_bytes(model, config.block_size)
+
+
 def num_blocks(model: Model, config: EngineConfig) -> int:
     """The KV blocks of an engine: as configured, else what fits in cache_bytes.
 
@@ -80,14 +102,8 @@ def num_blocks(model: Model, config: EngineConfig) -> int:
     """
     if config.num_blocks is not None:
         return config.num_blocks
-    size = config.block_size
-    one, two = (model.page_shapes(n, size) for n in (1, 2))
-
-    def total(shapes: Mapping[str, Any]) -> int:
-        return sum(math.prod(s.shape) * s.dtype.itemsize for s in shapes.values())
-
-    a_block = total(two) - total(one)
-    a_sequence = -(-config.max_model_len // size)
+    a_block = block_bytes(model, config.block_size)
+    a_sequence = -(-config.max_model_len // config.block_size)
     fitting = config.cache_bytes // a_block
     if fitting < a_sequence:
         raise ValueError(

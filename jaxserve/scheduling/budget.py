@@ -13,14 +13,20 @@ from jaxserve.block_count import BlockCount
 from jaxserve.config import EngineShape
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.prefix_index import PrefixIndex
+from jaxserve.scheduling.swap_space import SwapSpace
 
 
 class Budget:
-    """Blocks that are certain to be free when the plan being built runs."""
+    """Blocks that are certain to be free when the plan being built runs.
 
-    def __init__(self, shape: EngineShape, index: PrefixIndex):
+    Args:
+      swaps: hears of every block that is evicted.
+    """
+
+    def __init__(self, shape: EngineShape, index: PrefixIndex, swaps: SwapSpace):
         self._shape = shape
         self._index = index
+        self._swaps = swaps
         self.count = BlockCount(shape)
 
     def possible(self) -> int:
@@ -40,9 +46,15 @@ class Budget:
     def secure(self, plan: PlanBuilder, blocks: int) -> int:
         """Evict until `blocks` are free, as far as possible; return how many are."""
         while self.count.free < blocks and self._index.evictable and plan.can_retire:
-            plan.retire.append(self._index.evict())
-            self.count.retire(1)
+            self.evict(plan, self._index.oldest)
         return min(self.count.free, blocks)
+
+    def evict(self, plan: PlanBuilder, handle: int) -> None:
+        """Forget a cached block that nobody uses; the plan has room to retire it."""
+        self._swaps.evict(plan, handle, self._index.key(handle))
+        self._index.evict(handle)
+        plan.retire.append(handle)
+        self.count.retire(1)
 
     def extend(self, plan: PlanBuilder, slot: int, length: int) -> int:
         """The longest length up to `length` that the slot can be sure of.

@@ -9,7 +9,16 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.config import EngineShape
-from jaxserve.core import ADMIT_FIELDS, Request, StepPlan, empty_plan, random_seed
+from jaxserve.core import (
+    ADMIT_FIELDS,
+    Moves,
+    Request,
+    Restore,
+    Spill,
+    StepPlan,
+    empty_plan,
+    random_seed,
+)
 
 
 class PlanBuilder:
@@ -27,6 +36,10 @@ class PlanBuilder:
         self.decode_rows: list[tuple[int, int]] = []  # slot, steps allowed
         self.chunk_rows: list[tuple[int, int, int, list[int]]] = []
         # slot, steps allowed, first position, token ids
+        self.spill: list[Spill] = []
+        self.restore: list[Restore] = []
+        self.fetch: list[int] = []
+        self.drop: list[int] = []
 
     @property
     def can_retire(self) -> bool:
@@ -45,7 +58,29 @@ class PlanBuilder:
     def empty(self) -> bool:
         """Whether the plan would do nothing."""
         rows = self.decode_rows or self.chunk_rows or self.admit
-        return not (rows or self.seal or self.release or self.retire)
+        edits = self.seal or self.release or self.retire
+        return not (rows or edits or self.fetch or self.drop)
+
+    @property
+    def moves(self) -> Moves:
+        """What crosses between device and host around this launch."""
+        return Moves(
+            tuple(self.spill), tuple(self.restore), tuple(self.fetch), tuple(self.drop)
+        )
+
+    def spill_column(self, name: int, slot: int, column: int) -> None:
+        """Copy a slot's column to the host before this plan may free it."""
+        self.spill.append(Spill(name, slot, column, self._shape.num_handles))
+
+    def spill_handle(self, name: int, handle: int) -> None:
+        """Copy a named block to the host before this plan may free it."""
+        for slot, column, sealed in self.seal:
+            if sealed == handle:  # the name is this plan's own: no launch knows it yet
+                self.spill_column(name, slot, column)
+                return
+        shape = self._shape
+        spill = Spill(name, shape.max_slots, shape.max_blocks_per_slot, handle)
+        self.spill.append(spill)
 
     def add_decode(self, slot: int, steps: int) -> None:
         """A decode row of up to `steps` sampled tokens."""

@@ -12,10 +12,12 @@ from collections.abc import Callable, Collection
 
 from jaxserve.config import EngineConfig, EngineShape
 from jaxserve.core import Event, Request
+from jaxserve.scheduling.decisions import Decisions, Loss
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.ranking import Ranking
-from jaxserve.scheduling.residents import Residents
+from jaxserve.scheduling.residents import Residents, Restored
 from jaxserve.scheduling.running import Row, Running
+from jaxserve.scheduling.swap_space import SwapSpace
 
 
 @dataclasses.dataclass
@@ -27,6 +29,9 @@ class Counters:
     resumed_hits_tokens: int = 0  # context tokens found by resumed requests
     recomputed_tokens: int = 0  # context tokens computed again by resumed requests
     preemptions: int = 0  # requests that lost their slot
+    preemptions_by_swap: int = 0  # those whose KV went to the host
+    spilled_blocks: int = 0  # copied to the host
+    restored_blocks: int = 0  # copied back
     dropped_tokens: int = 0  # sampled after a stop string or an abort
 
 
@@ -36,9 +41,11 @@ class Books:
 
     Attributes:
       keys: known block keys of each waiting request, by submission index.
-      events: admissions and preemptions not yet taken.
+      events: of requests in slots, not yet taken.
+      decisions: how victims were preempted.
     """
 
+    decisions: Decisions
     counters: Counters = dataclasses.field(default_factory=Counters)
     keys: dict[int, list[bytes]] = dataclasses.field(default_factory=dict)
     events: list[Event] = dataclasses.field(default_factory=list)
@@ -57,6 +64,7 @@ class Planner:
         config: EngineConfig,
         shape: EngineShape,
         residents: Residents,
+        swaps: SwapSpace,
         ranking: Ranking,
         books: Books,
         plan: PlanBuilder,
@@ -66,6 +74,7 @@ class Planner:
         self._config = config
         self._shape = shape
         self._residents = residents
+        self._swaps = swaps
         self._ranking = ranking
         self._books = books
         self._plan = plan
@@ -74,6 +83,8 @@ class Planner:
         self._apart = static or config.prefill == "prefill_first"  # prompts, decodes
         self._blocked: list[Request] = []  # waiting for memory, first in rank first
         self._to_decode: set[int] = set()  # whose decodes go before any prompt
+        # Slots are filled from the host after the launch: no row, and no victim yet.
+        self._restored: set[int] = set()
 
     def fill(self, in_flight: Collection[int]) -> list[Row]:
         """The rows of the plan.
@@ -101,7 +112,9 @@ class Planner:
             if self._plan.tokens_left == 0 or not (left or (joins and self.admitting)):
                 break
             resident, row = running.get(request.index), None
-            if resident:
+            if request.index in self._restored:
+                left -= 1
+            elif resident:
                 left -= 1
                 self._to_decode.discard(request.index)
                 fits = resident.prefilled or self._prompt_budget > 0
@@ -171,36 +184,76 @@ class Planner:
         return row
 
     def _preempt(self, victim: Running) -> None:
-        """Take the victim's slot and blocks; it will compute its context again."""
+        """Take the victim's slot and blocks; what it computed is kept on the host, or
+        found in the cache, or computed again."""
         request, slot, lost = victim.request, victim.slot, victim.planned
         self._to_decode.discard(request.index)
+        swap = self._swaps_out(victim)
         self._residents.release(self._plan, victim)
+        if swap:
+            named, pins = victim.handles, self._residents.index.pins
+            columns = range(len(named), self._shape.blocks(lost))
+            promised = sum(pins(handle) == 0 for handle in named)
+            self._swaps.take(self._plan, victim, columns, promised)
         request.preemptions += 1
         self._books.counters.preemptions += 1
+        self._books.counters.preemptions_by_swap += swap
         self._books.keys[request.index] = victim.keys
         self._ranking.touch(request)
-        self._tell("preempted", request, slot=slot, mode="recompute", lost_tokens=lost)
+        mode = "swap" if swap else "recompute"
+        self._tell("preempted", request, slot=slot, mode=mode, lost_tokens=lost)
         self.admitting = False
+
+    def _swaps_out(self, victim: Running) -> bool:
+        """Whether to keep a victim's KV on the host."""
+        pins, shape = self._residents.index.pins, self._shape
+        # Blocks that another running request uses stay whatever happens. Of the others
+        # nobody knows, so room is needed for all of them.
+        shared = sum(pins(handle) > 1 for handle in victim.handles)
+        blocks = shape.blocks(victim.planned)
+        lost = Loss(
+            input_tokens=len(victim.request.prompt),
+            rows=victim.planned,
+            blocks=blocks,
+            named=len(victim.handles),
+            shared=shared,
+        )
+        room = blocks - shared <= self._swaps.free
+        return self._books.decisions.choose(victim.request.index, lost, room=room)
 
     def _preempt_behind(self, running: Running) -> None:
         """Make a block possible from running requests behind, farthest first."""
         key = self._ranking.key
         mine = key(running.request)
-        behind = [r for r in self._residents.running.values() if key(r.request) > mine]
+        behind = [r for r in self._may_give_way() if key(r.request) > mine]
         behind.sort(key=lambda r: key(r.request))
         while behind and self._residents.budget.possible() == 0:
             self._preempt(behind.pop())
 
+    def _may_give_way(self) -> list[Running]:
+        running = self._residents.running.items()
+        return [r for index, r in running if index not in self._restored]
+
     def admit(self, request: Request) -> Row | None:
         """The first row of a waiting request; None if it has to wait."""
-        residents = self._residents
+        residents, index = self._residents, request.index
         limit = self._config.skip_limit
         if any(r.skipped >= limit for r in self._blocked):
             self.admitting = False
             return None
-        keys = self._books.keys[request.index]
+        keys = self._books.keys[index]
         usable, hits = residents.match(request, keys)
-        if len(hits) < usable and residents.produced_soon(keys[len(hits)]):
+        restored = None
+        if index in self._swaps.waiting:
+            restored = self._to_restore(request, len(hits))
+            if restored is None:
+                self._swaps.drop(index)
+                self._books.decisions.forget(index)
+        if restored:
+            missing = not self._swaps.has_arrived(restored.names)
+            if missing and self._swaps.fetches(index, restored.names):
+                return None  # others may pass until it has arrived
+        elif len(hits) < usable and residents.produced_soon(keys[len(hits)]):
             return None  # another computes its next block: wait, then share it
         if not self._plan.can_adopt(len(hits)):
             return None
@@ -213,11 +266,46 @@ class Planner:
             else:
                 self.admitting = False
             return None
+        if restored and not self._swaps.has_arrived(restored.names):
+            residents.index.unpin(hits)  # there is room: now it is worth fetching
+            self._swaps.fetch(self._plan, index, restored.names)
+            return None
         for victim in victims:
             self._preempt(victim)
         for passed in self._blocked:
             passed.skipped += 1
-        return self.place(self.take(request, hits))
+        if restored:
+            # Its blocks must be free when the launch ends, not only possible.
+            need = len(restored.names)
+            if residents.budget.secure(self._plan, need) < need:
+                residents.index.unpin(hits)
+                return None  # more than a plan can evict; the next one goes on
+        running = self.take(request, hits, restored)
+        if restored:
+            self._swaps.drop(index)
+            self._restored.add(index)
+            self._books.counters.restored_blocks += len(restored.names)
+            return None  # its row is the next launch's, when it has its blocks
+        return self.place(running)
+
+    def _to_restore(self, request: Request, hits: int) -> Restored | None:
+        """What a swapped request gets back behind its cached columns.
+
+        None: something of it is lost, or others have computed more of its prompt
+        meanwhile than it had.
+        """
+        stay = self._swaps.waiting[request.index].stay
+        rows = stay.known_rows
+        if hits * self._shape.block_size > rows:
+            return None
+        columns = range(hits, self._shape.blocks(rows))
+        names = self._swaps.payloads(request.index, columns)
+        if names is None:
+            self._swaps.lost += 1
+            return None
+        # It goes on to decode, or with what its prompt still lacks.
+        context = rows if stay.prefilled else request.num_tokens
+        return Restored(names, rows, context)
 
     def hits(self, request: Request) -> list[int]:
         """Handles of the cached columns that a waiting request can adopt in this plan,
@@ -227,12 +315,15 @@ class Planner:
             hits.pop()
         return hits
 
-    def take(self, request: Request, hits: list[int]) -> Running:
+    def take(
+        self, request: Request, hits: list[int], restored: Restored | None = None
+    ) -> Running:
         """Admit a request for which there is room; its cached columns are pinned."""
         keys = self._books.keys.pop(request.index)
-        running = self._residents.take(self._plan, request, keys, hits)
+        running = self._residents.take(self._plan, request, keys, hits, restored)
         self._ranking.touch(request)
-        self._count_admission(request, running)
+        self._books.decisions.resume(running)
+        self._count_admission(request, running, restored=restored is not None)
         return running
 
     def _room_for(self, request: Request, hits: int) -> list[Running] | None:
@@ -248,8 +339,7 @@ class Planner:
         need = self._shape.blocks(request.num_tokens) - hits + residents.outstanding
         lower: list[Running] = []
         if self._ranking.last_class > klass:
-            running = residents.running.values()
-            lower += [r for r in running if key(r.request).klass > klass]
+            lower += [r for r in self._may_give_way() if key(r.request).klass > klass]
             lower.sort(key=lambda r: key(r.request))
         victims: list[Running] = []
         while True:
@@ -262,20 +352,24 @@ class Planner:
             victims.append(lower.pop())
             need -= residents.needs(victims[-1])
 
-    def _count_admission(self, request: Request, running: Running) -> None:
-        cached, first = running.planned, request.num_cached_tokens is None
+    def _count_admission(
+        self, request: Request, running: Running, *, restored: bool
+    ) -> None:
+        cached, first = running.cached, request.num_cached_tokens is None
         if first:
             request.num_cached_tokens = cached
             self._books.counters.prefix_queries_tokens += len(request.prompt)
             self._books.counters.prefix_hits_tokens += cached
         else:
             self._books.counters.resumed_hits_tokens += cached
-            self._books.counters.recomputed_tokens += running.context - cached
+            if not restored:
+                self._books.counters.recomputed_tokens += running.context - cached
         self._tell(
             "admitted",
             request,
             slot=running.slot,
             cached_tokens=cached,
+            restored_tokens=running.planned - cached,
             context_tokens=running.context,
             first=first,
         )

@@ -131,25 +131,28 @@ class PrefixIndex:
             self._fresh.add(handle)
         return handle
 
-    def evict(self, handle: int | None = None) -> int:
-        """Forget an unpinned handle, the least recently used one by default.
+    @property
+    def oldest(self) -> int:
+        """The unpinned handle that was let go of first; there must be one."""
+        return next(iter(self._idle))
 
-        Returns it; the caller retires it in this plan.
-        """
-        if handle is None:
-            handle = next(iter(self._idle))
+    def key(self, handle: int) -> bytes | None:
+        """The key of a live handle; None if `reset` forgot it."""
+        return self._key[handle]
+
+    def evict(self, handle: int) -> None:
+        """Forget an unpinned handle, which the caller retires in this plan."""
         del self._idle[handle]
         key = self._key.pop(handle)
         if key is not None:
             del self._handle[key]
         del self._pins[handle]
         self._retired.append(handle)
-        return handle
 
     @property
     def has_forgotten(self) -> bool:
-        """Whether `evict` would next return a handle that `reset` left keyless."""
-        return bool(self._idle) and self._key[next(iter(self._idle))] is None
+        """Whether the oldest handle is one that `reset` left keyless."""
+        return bool(self._idle) and self._key[self.oldest] is None
 
     def reset(self) -> None:
         """Forget every key. Pinned blocks stay with their owners, and are never found.

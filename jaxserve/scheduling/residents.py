@@ -6,12 +6,23 @@ with what a plan will do. Never decides who runs.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from jaxserve.config import EngineShape
-from jaxserve.core import Request
+from jaxserve.core import Request, Restore
 from jaxserve.scheduling.budget import Budget
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.prefix_index import PrefixIndex, extend_keys, root_key
 from jaxserve.scheduling.running import Running
+from jaxserve.scheduling.swap_space import SwapSpace
+
+
+class Restored(NamedTuple):
+    """What a request gets back from the host."""
+
+    names: list[int]  # payloads of its last columns
+    rows: int  # KV rows it then has
+    context: int  # tokens to compute before sampling
 
 
 class Residents:
@@ -20,16 +31,17 @@ class Residents:
     Args:
       shape: static sizes.
       caching: whether columns are named, so that others can share them.
+      swaps: keeps preempted requests on the host.
     """
 
-    def __init__(self, shape: EngineShape, *, caching: bool):
+    def __init__(self, shape: EngineShape, swaps: SwapSpace, *, caching: bool):
         self._shape = shape
         self._caching = caching
         self._free_slots = list(range(shape.max_slots - 1, -1, -1))
         self._producers: dict[bytes, Running] = {}  # who will name a key
         self.running: dict[int, Running] = {}  # by submission index
         self.index = PrefixIndex(shape.num_handles)
-        self.budget = Budget(shape, self.index)
+        self.budget = Budget(shape, self.index, swaps)
         self._plan = 0  # number of the plan being built
         self.outstanding = 0  # blocks that running requests need for their prompts
         self.weight_version = 0  # enters every key
@@ -86,17 +98,27 @@ class Residents:
         return max(0, blocks(running.context) - blocks(running.planned))
 
     def take(
-        self, plan: PlanBuilder, request: Request, keys: list[bytes], hits: list[int]
+        self,
+        plan: PlanBuilder,
+        request: Request,
+        keys: list[bytes],
+        hits: list[int],
+        restored: Restored | None = None,
     ) -> Running:
-        """Give the request a slot and the cached columns `hits`, pinned before."""
+        """Give the request a slot and the cached columns `hits`, pinned before.
+
+        Args:
+          restored: what it gets back from the host behind them.
+        """
         slot = self._free_slots.pop()
         cached = len(hits) * self._shape.block_size
+        rows = cached if restored is None else restored.rows
         running = Running(
             request=request,
             slot=slot,
-            context=request.num_tokens,
-            planned=cached,
-            rows=cached,
+            context=request.num_tokens if restored is None else restored.context,
+            planned=rows,
+            rows=rows,
             cached=cached,
             keys=keys,
             handles=list(hits),
@@ -105,6 +127,11 @@ class Residents:
         plan.adopt += [(slot, column, handle) for column, handle in enumerate(hits)]
         plan.admit.append((slot, request))
         self.budget.count.adopt(slot, len(hits))
+        if restored is not None:
+            self.budget.count.resize(slot, rows)
+            last = request.output[-1] if request.output else 0
+            order = Restore(slot, len(hits), tuple(restored.names), rows, last)
+            plan.restore.append(order)
         self.running[request.index] = running
         self.outstanding += self.needs(running)
         for key in keys[len(hits) :]:
@@ -172,8 +199,7 @@ class Residents:
         """Retire a handle that nobody pins; False if somebody does."""
         if self.index.pins(handle) or not plan.can_retire:
             return False
-        plan.retire.append(self.index.evict(handle))
-        self.budget.count.retire(1)
+        self.budget.evict(plan, handle)
         return True
 
     def _merge_doubles(self, plan: PlanBuilder, running: Running) -> None:
@@ -222,5 +248,4 @@ class Residents:
     def flush(self, plan: PlanBuilder) -> None:
         """Retire the cached blocks that `PrefixIndex.reset` forgot, K a plan."""
         while self.index.has_forgotten and plan.can_retire:
-            plan.retire.append(self.index.evict())
-            self.budget.count.retire(1)
+            self.budget.evict(plan, self.index.oldest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from jaxserve.core import Event, Request, StepPlan
+from jaxserve.core import STILL, Event, Moves, Request, StepPlan
 
 
 @dataclasses.dataclass(slots=True)
@@ -107,6 +107,7 @@ class Launch(NamedTuple):
 
     plan: StepPlan
     rows: tuple[Row, ...]  # in the plan's order
+    moves: Moves = STILL
 
     @property
     def who(self) -> list[int]:

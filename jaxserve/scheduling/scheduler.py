@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from jaxserve.block_count import BlockCount
 from jaxserve.config import EngineConfig, EngineShape
-from jaxserve.core import Event, Request, StepOutput, TokenLogprobs
+from jaxserve.core import Event, Request, StepOutput, TokenLogprobs, Transferred
+from jaxserve.scheduling.decisions import Decisions
 from jaxserve.scheduling.horizon import NOTHING, Horizon, horizon
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.planner import Books, Counters, Planner
@@ -21,6 +22,7 @@ from jaxserve.scheduling.ranking import Ranking
 from jaxserve.scheduling.residents import Residents
 from jaxserve.scheduling.running import Launch, Row, Running
 from jaxserve.scheduling.static_batch import StaticBatches
+from jaxserve.scheduling.swap_space import SwapSpace
 
 
 class Observed(NamedTuple):
@@ -40,14 +42,24 @@ class Scheduler:
     Args:
       config, shape: of the engine.
       policy: orders the requests.
+      swap_blocks: blocks of host memory for preempted requests.
     """
 
-    def __init__(self, config: EngineConfig, shape: EngineShape, policy: Policy):
+    def __init__(
+        self,
+        config: EngineConfig,
+        shape: EngineShape,
+        policy: Policy,
+        swap_blocks: int = 0,
+    ):
         self._config = config
         self._shape = shape
-        self._residents = Residents(shape, caching=config.enable_prefix_caching)
+        self._swaps = SwapSpace(swap_blocks)
+        self._residents = Residents(
+            shape, self._swaps, caching=config.enable_prefix_caching
+        )
         self._ranking = Ranking(policy, self._view)
-        self._books = Books()
+        self._books = Books(Decisions(config.preemption_mode, shape.block_size))
         # By submission index, of those with launches in flight: how many, and how many
         # tokens these may sample.
         self._unread: dict[int, int] = {}
@@ -100,6 +112,25 @@ class Scheduler:
         return self._residents.lost_blocks
 
     @property
+    def swapped_blocks(self) -> int:
+        """Host blocks in use."""
+        return self._swaps.used
+
+    @property
+    def lost_swaps(self) -> int:
+        """Swapped requests that had to be computed again after all."""
+        return self._swaps.lost
+
+    @property
+    def fetching(self) -> bool:
+        """Whether a request waits for payloads that are on their way."""
+        return self._swaps.fetching
+
+    def arrive(self, names: Sequence[int]) -> None:
+        """Payloads that a plan fetched can be restored."""
+        self._swaps.arrive(names)
+
+    @property
     def has_requests(self) -> bool:
         """Whether any request is waiting or running."""
         return len(self._ranking) > 0
@@ -107,7 +138,8 @@ class Scheduler:
     @property
     def has_chores(self) -> bool:
         """Whether a plan would give something back though no request is left."""
-        return bool(self._ended) or self._residents.index.has_forgotten
+        forgotten = self._residents.index.has_forgotten or self._swaps.has_dropped
+        return bool(self._ended) or forgotten
 
     def holds_nothing(self) -> bool:
         """Whether no map has an entry left of any request."""
@@ -119,6 +151,8 @@ class Scheduler:
             or self._unread
             or self._ended
             or self._leaving
+            or not self._swaps.holds_nothing()
+            or not self._books.decisions.holds_nothing()
         )
 
     def _view(self, request: Request) -> View:
@@ -145,6 +179,9 @@ class Scheduler:
         running = self._residents.running.get(request.index)
         if running:
             return running.cached
+        swapped = self._swaps.waiting.get(request.index)
+        if swapped:
+            return swapped.stay.known_rows
         keys = self._books.keys.get(request.index)
         if keys is None:  # it has ended, or is about to
             return request.num_cached_tokens or 0
@@ -166,6 +203,8 @@ class Scheduler:
         running = self._residents.running.get(request.index)
         self._ranking.remove(request)
         self._books.keys.pop(request.index, None)
+        self._swaps.drop(request.index)
+        self._books.decisions.forget(request.index)
         self._leaving.discard(request.index)
         if running:
             self._ended.append(running)
@@ -229,6 +268,7 @@ class Scheduler:
             self._config,
             self._shape,
             residents,
+            self._swaps,
             self._ranking,
             self._books,
             plan,
@@ -238,19 +278,24 @@ class Scheduler:
             rows = self._static.fill(planner, plan, self._unread)
         else:
             rows = planner.fill(self._unread)
+        self._swaps.flush(plan)
+        self._books.decisions.spill(self._swaps.take_copied())
+        self._books.decisions.drop(plan.drop)
         if plan.empty:
             return None
+        self.counters.spilled_blocks += len(plan.spill)
         rows.sort(key=lambda row: row.prompt_tokens > 0)  # stable: decode rows first
         for row in rows:
             index = row.running.request.index
             self._unread[index] = self._unread.get(index, 0) + 1
             self._sampling[index] = self._sampling.get(index, 0) + row.steps
-        return Launch(plan.build(self._config.seed), tuple(rows))
+        return Launch(plan.build(self._config.seed), tuple(rows), plan.moves)
 
     def horizon(self, now_s: float) -> Horizon:
         """Launches from now that are sure to be alike, all others being read."""
         residents, ranking, static = self._residents, self._ranking, self._static
-        if self._config.enable_prefix_caching or self._ended:
+        waits = self._swaps.waiting or self._swaps.has_dropped
+        if self._config.enable_prefix_caching or self._ended or waits:
             return NOTHING
         ranking.refresh(now_s)
         running = [residents.running[r.index] for r in ranking.running()]
@@ -310,6 +355,9 @@ class Scheduler:
                 f"the device has num_free={output.num_free} blocks, but "
                 f"{self._read.equation()}; block ownership is broken, stop the engine"
             )
+        for order in launch.moves.restore:
+            self._read.resize(order.slot, order.length)
+        self._swaps.read(spill.name for spill in launch.moves.spill)
         sampled = output.ran.sum(axis=0).tolist()
         tokens, done = output.tokens.T.tolist(), output.done.tolist()
         steps = max(sampled, default=0)
@@ -346,6 +394,21 @@ class Scheduler:
                 )
             )
         return observed
+
+    def measure(
+        self,
+        launch: Launch,
+        output: StepOutput,
+        seconds: float,
+        transfers: Sequence[Transferred],
+        now_s: float,
+    ) -> None:
+        """Take in how long a launch that was observed took, and copies that ended."""
+        decisions = self._books.decisions
+        decisions.transferred(transfers)
+        for event in decisions.computed(launch, output, seconds, now_s):
+            self._books.events.append(event)
+            self._ranking.note(event)
 
 
 def _logprobs(output: StepOutput, row: int, n: int, width: int) -> list[TokenLogprobs]:

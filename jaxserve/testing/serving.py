@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxserve.config import EngineShape, SamplingParams
-from jaxserve.core import Event, StepOutput, StepPlan
+from jaxserve.core import STILL, Event, Moves, StepOutput, StepPlan
 from jaxserve.engine import Engine
 from jaxserve.executors.cost_model import LinearCost
 from jaxserve.executors.sim_executor import SimExecutor, Truth
@@ -76,7 +76,7 @@ class _Tape(SimExecutor):
         self._unread: list[Sequence[int]] = []
         self._shown: dict[int, int] = {}
 
-    def submit(self, plan: StepPlan, who: Sequence[int]):
+    def submit(self, plan: StepPlan, who: Sequence[int], moves: Moves = STILL):
         most = 100 + 4 * self._case.tokens
         if len(self.plans) >= most:
             self._case.fail(
@@ -95,7 +95,7 @@ class _Tape(SimExecutor):
         made = Planned(plan, tuple(who), in_flight, possible, running, ranks, views)
         self.plans.append(made)
         self._unread.append(who)
-        return super().submit(plan, who)
+        return super().submit(plan, who, moves)
 
     def result(self, ticket) -> StepOutput:
         output = super().result(ticket)

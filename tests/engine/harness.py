@@ -14,6 +14,7 @@ from jaxserve.core import Event
 from jaxserve.executors.base import Executor
 from jaxserve.executors.cost_model import LinearCost
 from jaxserve.executors.jax_executor import JaxExecutor
+from jaxserve.executors.link import LinkCost
 from jaxserve.executors.sim_executor import SimExecutor, Truth
 from jaxserve.models.hash_model import HashModel
 from jaxserve.scheduling.policies import Policy, fcfs
@@ -22,6 +23,9 @@ from tests.serving import Job, Recorder, Run, greedy
 
 SIM_C = LinearCost(fixed_s=0.010, token_s=0.001)
 """The cases' simulated clock: a step costs 10 ms + 1 ms per token scheduled in it."""
+
+LINK = LinkCost(block_s=0.004, fixed_s=0.001)
+"""A way to the host on which a request's blocks take longer than a step."""
 
 
 JAX = EngineConfig(
@@ -78,9 +82,9 @@ class _Watch(Recorder):
         super().__init__(inner)
         self._served = served
 
-    def submit(self, plan, who):
+    def submit(self, plan, who, moves):
         self._served.free_planned.append(self._served.stats()["free_blocks"])
-        return super().submit(plan, who)
+        return super().submit(plan, who, moves)
 
 
 class Served:
@@ -94,6 +98,7 @@ class Served:
         eos: tuple[int, ...] = (),
         executor: Callable[[HashModel, object, object], Executor] | None = None,
         cost: LinearCost = SIM_C,
+        link: LinkCost = LINK,
         seed: int = 0,
     ):
         self.events: list[Event] = []
@@ -105,7 +110,7 @@ class Served:
             inner = (
                 executor(model, params, shape)
                 if executor
-                else ReferenceExecutor(shape, cost, seed)
+                else ReferenceExecutor(shape, cost, seed, link)
             )
             self.recorder = _Watch(inner, self)
             return self.recorder
@@ -154,7 +159,17 @@ class Served:
     def finish(self) -> None:
         """Step until nothing is left; nothing may leak."""
         self.until(lambda: not self.engine.has_unfinished_requests())
+        self.check_nothing_is_left()
+
+    def check_nothing_is_left(self) -> None:
+        """No map of the engine has an entry left, nor has the host a payload."""
         assert self.engine.holds_nothing()
+        assert self.stats()["swapped_blocks"] == 0
+        inner = self.recorder.inner
+        if isinstance(inner, ReferenceExecutor):
+            assert not inner.host
+        elif isinstance(inner, JaxExecutor):
+            assert inner.num_payloads == 0
 
     def run(self, name: str, prompt: Sequence[int], max_tokens: int, **more):
         """Serve one more request to its end."""
@@ -194,14 +209,14 @@ def jax_executor(cost: LinearCost | None = SIM_C):
     """A maker of the real executor on a logical clock."""
 
     def make(model, params, shape):
-        return JaxExecutor(model, params, shape, cost=cost)
+        return JaxExecutor(model, params, shape, cost=cost, link=LINK)
 
     return make
 
 
 def sim_executor(truth: dict[int, Truth], cost: LinearCost = SIM_C):
     """A maker of the simulated executor."""
-    return lambda model, params, shape: SimExecutor(shape, truth, cost)
+    return lambda model, params, shape: SimExecutor(shape, truth, cost, link=LINK)
 
 
 def truths(jobs: Sequence[Job], eos: Sequence[int] = ()) -> dict[int, Truth]:
@@ -243,7 +258,7 @@ def preempt_at_every_output(served: Served) -> int:
             had = len(served.tokens("r"))
             preempt(served)
             displaced += 1
-    assert served.engine.holds_nothing()
+    served.check_nothing_is_left()
     return displaced
 
 
@@ -287,5 +302,7 @@ def random_config(rng: random.Random, **fixed) -> EngineConfig:
         "max_chunk_tokens": rng.choice([None, None, 3, 8]),
         "skip_limit": rng.choice([0, 0, 3]),
         "max_logprobs": 2,
+        "preemption_mode": rng.choice(["recompute", "swap", "swap"]),
+        "num_swap_blocks": rng.choice([0, 3, 12, 200]),
     }
     return EngineConfig(**{**fields, **fixed})

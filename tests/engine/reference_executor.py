@@ -14,8 +14,17 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.config import EngineShape
-from jaxserve.core import ADMIT_FIELDS, StepOutput, StepPlan
+from jaxserve.core import (
+    ADMIT_FIELDS,
+    STILL,
+    Moves,
+    Restore,
+    Spill,
+    StepOutput,
+    StepPlan,
+)
 from jaxserve.executors.cost_model import LinearCost, LogicalClock
+from jaxserve.executors.link import INSTANT, LinkCost
 from jaxserve.models.hash_model import VOCAB, next_token
 from tests.serving import direct_random
 
@@ -34,6 +43,7 @@ class _Slot:
 class _Ticket(NamedTuple):
     output: StepOutput
     plan: StepPlan
+    moves: Moves
     submitted_s: float
 
 
@@ -50,9 +60,17 @@ class ReferenceExecutor:
 
     compiles = 0
 
-    def __init__(self, shape: EngineShape, cost: LinearCost, seed: int = 0):
+    def __init__(
+        self,
+        shape: EngineShape,
+        cost: LinearCost,
+        seed: int = 0,
+        link: LinkCost = INSTANT,
+    ):
         self._shape = shape
-        self._clock = LogicalClock(shape, cost)
+        self._clock = LogicalClock(shape, cost, link)
+        self.host: dict[int, list[int | None]] = {}  # payload: a block's token ids
+        self._fetched: set[int] = set()
         self._rng = random.Random(seed)
         self.free = list(range(shape.num_blocks))
         self.owners = [0] * shape.num_blocks
@@ -66,13 +84,68 @@ class ReferenceExecutor:
     def sleep_until(self, t_s: float) -> None:
         self._clock.sleep_until(t_s)
 
-    def submit(self, plan: StepPlan, who) -> _Ticket:
+    def submit(self, plan: StepPlan, who, moves: Moves = STILL) -> _Ticket:
         assert len(who) == len(_listed(plan.decode[:, 0], self._shape.max_slots))
-        return _Ticket(self._run(plan), plan, self.now())
+        for spill in moves.spill:
+            self._spill(spill)
+        output = self._run(plan)
+        listed = set(plan.decode[: len(who), 0].tolist())
+        for order in moves.restore:
+            assert order.slot not in listed, "a row runs before it is restored"
+            self._restore(order)
+        assert set(moves.fetch) <= set(self.host), "what is fetched is not there"
+        self._fetched |= set(moves.fetch)
+        for name in moves.drop:
+            del self.host[name]
+            self._fetched.discard(name)
+        self._clock.fetch(moves)
+        return _Ticket(output, plan, moves, self.now())
 
     def result(self, ticket: _Ticket) -> StepOutput:
-        self._clock.finish(ticket.plan, ticket.output.ran, ticket.submitted_s)
-        return ticket.output
+        output, plan, moves, submitted_s = ticket
+        self._clock.finish(plan, output.ran, submitted_s, moves)
+        return output
+
+    def arrivals(self):
+        return self._clock.arrivals()
+
+    def timed(self):
+        return self._clock.timed()
+
+    def await_arrival(self, until_s: float) -> None:
+        before = self.now()
+        self._clock.await_arrival(until_s)
+        assert self.now() < float("inf"), f"nothing is on its way at {before}"
+
+    # Host -----------------------------------------------------------------------------
+
+    def _spill(self, spill: Spill) -> None:
+        name, slot, column, handle = spill
+        assert name not in self.host, "a payload's name is used again"
+        if slot < self._shape.max_slots:
+            assert handle == self._shape.num_handles
+            columns = self.slots[slot].columns
+            # The host counts on the most that launches in flight may have written.
+            block = columns[column] if column < len(columns) else None
+        else:
+            block = self.cache[handle]
+        size = range(self._shape.block_size)
+        self.host[name] = [self.rows.get((block, i)) for i in size]  # type: ignore[arg-type]
+
+    def _restore(self, order: Restore) -> None:
+        slot, size = self.slots[order.slot], self._shape.block_size
+        assert len(slot.columns) == order.first, "columns are missing"
+        assert self._shape.blocks(order.length) == order.first + len(order.names)
+        assert not slot.stopped, "restores into an idle slot"
+        self._grow(slot, order.length)
+        for at, name in enumerate(order.names):
+            assert name in self._fetched, "a payload is restored that was not fetched"
+            block = slot.columns[order.first + at]
+            for offset, token in enumerate(self.host[name]):
+                if (order.first + at) * size + offset < order.length:
+                    assert token is not None, "a row is restored that nobody wrote"
+                    self.rows[block, offset] = token
+        slot.length, slot.last = order.length, order.last
 
     # Blocks ---------------------------------------------------------------------------
 

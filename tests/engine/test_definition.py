@@ -118,13 +118,16 @@ def check_launches(setting: Setting, run: Run) -> None:
     """Budget, chunk cap and the count formula, from the plans and events alone."""
     config, count = setting.config, BlockCount(run.engine.shape)
     outputs = run.recorder.outputs
-    for plan, output in zip(run.recorder.plans, outputs, strict=True):
+    moved = run.recorder.moves
+    for plan, moves, output in zip(run.recorder.plans, moved, outputs, strict=True):
         assert count.replay(plan, output.ran) == output.num_free
         total = count.equation()
         assert total.endswith(f" = {output.num_free}")
         left = total.removeprefix("free = P - slots - handles = ").rpartition(" = ")[0]
         ceil = left.replace("ceil(", "-(-(").replace("/", ")//")
         assert eval(ceil) == output.num_free  # the equation says what it means
+        for order in moves.restore:
+            count.resize(order.slot, order.length)
     for event in run.events:
         if event.kind == "launch":
             data = event.data
@@ -164,15 +167,20 @@ def check_events(setting: Setting, run: Run) -> None:
             continue
         assert kinds[0] == "arrived"
         slot = None
-        first = True
+        first, swapped = True, False
         for e in events[1:-1]:
             if e.kind == "admitted":
                 assert slot is None and e.data["first"] == first
-                assert e.data["cached_tokens"] < e.data["context_tokens"]
+                there = e.data["cached_tokens"] + e.data["restored_tokens"]
+                if swapped:  # it may have all that it sampled from
+                    assert there <= e.data["context_tokens"]
+                else:
+                    assert there < e.data["context_tokens"]
+                    assert e.data["restored_tokens"] == 0
                 slot, first = e.data["slot"], False
             elif e.kind == "preempted":
                 assert slot == e.data["slot"]
-                slot = None
+                slot, swapped = None, e.data["mode"] == "swap"
     assert not lives
 
 
@@ -188,6 +196,7 @@ def check_empty(run: Run) -> None:
     assert engine.stats()["free_blocks"] == stats["num_blocks"]
     assert len(run.recorder.inner.free) == stats["num_blocks"]
     assert not run.recorder.inner.rows
+    assert not run.recorder.inner.host
 
 
 def check(seed: int) -> dict[str, int]:
@@ -202,6 +211,7 @@ def check(seed: int) -> dict[str, int]:
     simulated = setting.run(executor=sim_executor(truth))
     simulated.engine.reset_prefix_cache()
     assert serving.same_plans(run.recorder.plans, simulated.recorder.plans)
+    assert run.recorder.moves == simulated.recorder.moves
     for one, two in zip(run.recorder.outputs, simulated.recorder.outputs, strict=True):
         for field in ("tokens", "ran", "done", "num_free"):
             assert np.array_equal(getattr(one, field), getattr(two, field))

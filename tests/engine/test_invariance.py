@@ -18,6 +18,7 @@ BASE = EngineConfig(
     max_model_len=48,
     max_num_batched_tokens=16,
     max_logprobs=1,
+    num_swap_blocks=12,  # for two requests, if they are short
 )
 EOS = (7, 50)
 
@@ -28,6 +29,7 @@ FACTORS = {
     "num_blocks": (13, 64),  # 13: one request of full length and little else
     "enable_prefix_caching": (True, False),
     "skip_limit": (0, 2),
+    "preemption_mode": ("recompute", "swap"),
 }
 
 

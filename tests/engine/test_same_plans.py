@@ -17,6 +17,9 @@ from tests.engine.test_invariance import BASE, EOS
 COST = LinearCost(fixed_s=0.01, token_s=0.001, context_token_s=0.00003)
 
 
+TIGHT_OR_NOT = [(13, "recompute"), (13, "swap"), (64, "recompute")]
+
+
 def comparable(events: list) -> list:
     """Events without what is measured of this machine: host_s and compiles."""
     return [
@@ -28,6 +31,7 @@ def comparable(events: list) -> list:
 def check_alike(real: serving.Run, simulated: serving.Run) -> None:
     """Equal plans, outputs and events on both executors."""
     assert serving.same_plans(real.recorder.plans, simulated.recorder.plans)
+    assert real.recorder.moves == simulated.recorder.moves
     pairs = zip(real.recorder.outputs, simulated.recorder.outputs, strict=True)
     for one, two in pairs:
         assert np.array_equal(one.tokens, two.tokens)
@@ -47,22 +51,25 @@ def compare(jobs: list, config: EngineConfig) -> tuple:
 
 @pytest.mark.parametrize("launches_in_flight", [1, 2, 3])
 @pytest.mark.parametrize("num_scheduler_steps", [1, 4])
-@pytest.mark.parametrize("num_blocks", [13, 64])
+@pytest.mark.parametrize(("num_blocks", "mode"), TIGHT_OR_NOT)
 def test_both_executors_get_the_same_plans(
-    launches_in_flight: int, num_scheduler_steps: int, num_blocks: int
+    launches_in_flight: int, num_scheduler_steps: int, num_blocks: int, mode: str
 ) -> None:
     config = dataclasses.replace(
         BASE,
+        preemption_mode=mode,
         launches_in_flight=launches_in_flight,
         num_scheduler_steps=num_scheduler_steps,
         num_blocks=num_blocks,
     )
-    preemptions = 0
+    preemptions, swaps = 0, 0
     for seed in range(3):
         jobs = serving.workload(seed, 25, aborts=seed == 2)
         real, _ = compare(jobs, config)
         preemptions += int(real.engine.stats()["preemptions"])
+        swaps += int(real.engine.stats()["preemptions_by_swap"])
     assert (preemptions > 0) == (num_blocks == 13)
+    assert (swaps > 0) == (mode == "swap")
 
 
 def test_a_replayed_run_is_the_same_run() -> None:

@@ -105,6 +105,13 @@ def test_a_third_of_the_memory_one_step_a_launch(llm: LLM) -> None:
 SCHEDULES = {
     "static batches": {"batching": "static"},
     "mlfq": {"scheduling_policy": "mlfq(quanta=(8, 16))", "tight": True},
+    "mlfq, swapped": {
+        "scheduling_policy": "mlfq(quanta=(8, 16))",
+        "tight": True,
+        "preemption_mode": "swap",
+        "num_swap_blocks": 64,
+        "enable_prefix_caching": False,
+    },
     "srpt, prompts apart": {
         "scheduling_policy": "srpt(history(window=4), preempt_until=1.0)",
         "prefill": "prefill_first",
@@ -145,4 +152,6 @@ def test_every_schedule_gives_the_same_answers(name: str) -> None:
         user=["ann" if i % 4 else "bob" for i in range(16)],
     )
     assert (llm.stats()["preemptions"] > 0) == tight
+    swapped = options.get("preemption_mode") == "swap"
+    assert (llm.stats()["restored_blocks"] > 0) == swapped
     check(outputs, range(16))

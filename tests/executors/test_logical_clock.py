@@ -139,8 +139,8 @@ def test_a_simulation_gives_the_outputs_it_was_told() -> None:
 class LateSim(SimExecutor):
     """Notices a stop one step late: the stopped row runs once more in its window."""
 
-    def submit(self, plan, who):
-        ticket = super().submit(plan, who)
+    def submit(self, plan, who, moves):
+        ticket = super().submit(plan, who, moves)
         out = ticket.output
         late = out.ran.copy()
         for row in np.flatnonzero(out.done):

@@ -11,6 +11,7 @@ from jaxserve.block_count import BlockCount
 from jaxserve.scheduling.budget import Budget
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.prefix_index import PrefixIndex
+from jaxserve.scheduling.swap_space import SwapSpace
 from tests import serving
 from tests.engine.harness import JAX, Served, by_priority, random_config
 
@@ -45,7 +46,7 @@ def test_the_formula_by_hand() -> None:
 
 def test_room_is_made_by_evicting_no_more_than_needed() -> None:
     index = PrefixIndex(SHAPE.num_handles)
-    budget = Budget(SHAPE, index)
+    budget = Budget(SHAPE, index, SwapSpace(0))
     handles = [index.publish(bytes([i]), fresh=False) for i in range(6)]
     budget.count.resize(0, 24)
     for _ in handles:
@@ -67,7 +68,7 @@ def test_room_is_made_by_evicting_no_more_than_needed() -> None:
 
 def test_no_plan_evicts_more_than_it_can_hold() -> None:
     index = PrefixIndex(SHAPE.num_handles)
-    budget = Budget(SHAPE, index)
+    budget = Budget(SHAPE, index, SwapSpace(0))
     handles = [index.publish(bytes([i]), fresh=False) for i in range(10)]
     budget.count.resize(0, 40)
     for _ in handles:

@@ -19,6 +19,12 @@ def keys_of(
     return keys
 
 
+def _evict(index: PrefixIndex) -> int:
+    handle = index.oldest
+    index.evict(handle)
+    return handle
+
+
 # Keys ---------------------------------------------------------------------------------
 
 SALTS = [
@@ -99,7 +105,7 @@ def test_the_least_recently_used_chain_goes_first_deepest_block_first() -> None:
     # Used again: a's first block alone becomes the most recent.
     index.pin(handles_a[:1])
     index.unpin(handles_a[:1])
-    order = [index.evict() for _ in range(5)]
+    order = [_evict(index) for _ in range(5)]
     assert order == [
         handles_a[2],
         handles_a[1],
@@ -117,7 +123,7 @@ def test_a_pinned_chain_stays_and_a_match_ends_at_the_first_gap() -> None:
     index.pin(handles[:2])  # another holds the first two
     index.unpin(handles)
     assert index.evictable == 2
-    assert [index.evict(), index.evict()] == [handles[3], handles[2]]
+    assert [_evict(index), _evict(index)] == [handles[3], handles[2]]
     assert index.match(keys) == handles[:2] and index.evictable == 0
     assert index.pins(handles[0]) == 1
     index.unpin(handles[:2])
@@ -142,7 +148,7 @@ def test_a_handle_retired_in_a_plan_is_not_reused_in_it() -> None:
     handles = chain(index, keys[:2])
     assert index.publish(keys[2], fresh=False) is None  # every handle is in use
     index.unpin(handles)
-    gone = index.evict()
+    gone = _evict(index)
     assert index.publish(keys[2], fresh=False) is None
     index.begin_plan()
     assert index.publish(keys[2], fresh=False) == gone
@@ -164,7 +170,7 @@ def test_reset_forgets_names_and_keeps_pins() -> None:
     index.unpin(held_handles)
     evicted = []
     while index.has_forgotten:
-        evicted.append(index.evict())
+        evicted.append(_evict(index))
     assert sorted(evicted) == sorted(idle_handles + held_handles)
     assert index.match(held) == again and index.live == index.evictable == 2
     index.reset()
@@ -233,7 +239,7 @@ def test_random_use_agrees_with_a_model(seed: int) -> None:
                         # Forgotten ones before all; else by time, the deepest first.
                         idle_since[handle] = (now, -depth)
             elif action == "evict" and idle_since:
-                handle = index.evict()
+                handle = _evict(index)
                 forgotten = {h for h in idle_since if name[h] is None}
                 if forgotten:
                     assert handle in forgotten

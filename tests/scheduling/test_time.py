@@ -172,7 +172,8 @@ def test_a_policy_hears_whole_lives_of_requests_and_nothing_else() -> None:
     assert served.engine.abort_request("never")
     served.finish()
     kinds = {e.kind for e in heard}
-    assert kinds == {"arrived", "admitted", "progressed", "preempted", "finished"}
+    slot = {"admitted", "progressed", "preempted", "resumed"}
+    assert kinds == {"arrived", *slot, "finished"}
     told = [(e.kind, e.data["index"], e.time_s) for e in heard]
     mine = [
         (e.kind, e.data["index"], e.time_s)

@@ -1,0 +1,51 @@
+"""KV blocks in host memory, by payload name.
+
+Owns the bytes. Never sees what a payload is for: the scheduler counts them and decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+Payload = Mapping[str, np.ndarray]
+"""A block's rows in each group of pages: [fold, B, ...]."""
+
+
+class HostPool:
+    """Payloads of KV blocks."""
+
+    def __init__(self) -> None:
+        self._payloads: dict[int, Payload] = {}
+        self._unwanted: set[int] = set()  # dropped before they came
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    def put(self, names: Sequence[int], blocks: Payload) -> None:
+        """Keep blocks [fold, E, ...], the first of which bear these names."""
+        for i, name in enumerate(names):
+            if name in self._unwanted:
+                self._unwanted.remove(name)
+            else:  # copied, for the blocks come with padding
+                self._payloads[name] = {k: v[:, i].copy() for k, v in blocks.items()}
+
+    def get(self, names: Sequence[int], size: int) -> Payload:
+        """Blocks [fold, size, ...] that begin with those of these names."""
+        payloads = [self._payloads[name] for name in names]
+        first = payloads[0]
+        out = {
+            group: np.zeros((rows.shape[0], size, *rows.shape[1:]), rows.dtype)
+            for group, rows in first.items()
+        }
+        for i, payload in enumerate(payloads):
+            for group, rows in payload.items():
+                out[group][:, i] = rows
+        return out
+
+    def drop(self, names: Iterable[int]) -> None:
+        """Forget payloads, those that have not come yet included."""
+        for name in names:
+            if self._payloads.pop(name, None) is None:
+                self._unwanted.add(name)

@@ -1,0 +1,131 @@
+"""Swap or recompute: what each would cost a victim, in seconds.
+
+Owns the formulas, and the fit of a machine's rates to what was measured. Never sees a
+request, a plan or a clock: facts come in as numbers.
+
+Where every cost is linear in tokens, length cancels: swapping wins if a token's bytes
+over the bandwidth are less than its prefill time. A choice by victim is real because of
+the way out, the link's queue, what survives in the prefix cache, and attention's
+growth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+Mode = Literal["recompute", "swap", "auto", "article"]
+"""How a victim is preempted: always one way, or by a rule (see `swaps`)."""
+
+
+_UNKNOWN = 1e8  # variance of a coefficient, in squares of its guess
+
+
+class Victim(NamedTuple):
+    """What would be lost of a request.
+
+    Attributes:
+      input_tokens: of its prompt.
+      context_tokens: that it must have before it samples again: prompt and output.
+      kept_tokens: leading ones whose KV is expected to stay on the device.
+      blocks: the others', which would be copied.
+    """
+
+    input_tokens: int
+    context_tokens: int
+    kept_tokens: float
+    blocks: float
+
+
+class Rates(NamedTuple):
+    """What a machine takes.
+
+    Attributes:
+      token_s: seconds of a prompt token.
+      pair_s: seconds of each token that a prompt token attends to.
+      out_s, in_s: seconds of a block on its way to the host, and back.
+      transfer_s: of any transfer.
+    """
+
+    token_s: float
+    pair_s: float = 0.0
+    out_s: float = 0.0
+    in_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+def prefill_pairs(start: float, end: float) -> float:
+    """Tokens that the prompt tokens [start, end) attend to, themselves included."""
+    return (end * (end + 1) - start * (start + 1)) / 2
+
+
+def recompute_s(victim: Victim, rates: Rates) -> float:
+    """Seconds to compute a victim's lost tokens again."""
+    kept, end = victim.kept_tokens, victim.context_tokens
+    pairs_s = prefill_pairs(kept, end) * rates.pair_s
+    return (end - kept) * rates.token_s + pairs_s
+
+
+def swap_s(victim: Victim, rates: Rates, queue_s: float = 0.0) -> float:
+    """Seconds to copy a victim's blocks out and in again.
+
+    Args:
+      queue_s: until the link is free.
+    """
+    ways_s = victim.blocks * (rates.out_s + rates.in_s)
+    return queue_s + 2 * rates.transfer_s + ways_s
+
+
+def swaps(mode: Mode, victim: Victim, rates: Rates, queue_s: float = 0.0) -> bool:
+    """Whether to swap.
+
+    Args:
+      mode: "auto" compares all that either way costs. "article" is a published rule of
+        thumb, kept for study: M_KV / B < n_input / S, the bytes of all tokens over the
+        link's bandwidth against the prompt's tokens over the prefill speed. It leaves
+        out the way to the host and the tokens generated.
+    """
+    if mode == "article":
+        return victim.blocks * rates.in_s < victim.input_tokens * rates.token_s
+    if mode == "auto":
+        return swap_s(victim, rates, queue_s) < recompute_s(victim, rates)
+    return mode == "swap"
+
+
+class Fit:
+    """A linear function without constant, fitted to what is measured as it comes.
+
+    Recursive least squares on relative errors: a launch that takes 10 times as long
+    does not count 100 times as much.
+
+    Args:
+      guess: coefficients to start from, all above 0: their sizes are what counts, for a
+        few measurements outweigh them.
+      memory: how much a measurement counts after the next one, under 1 to forget.
+    """
+
+    def __init__(self, guess: Sequence[float], *, memory: float = 0.999):
+        self._unit = np.array(guess, np.float64)
+        self._memory = memory
+        self._weights = np.ones(len(guess))
+        self._spread = np.eye(len(guess)) * _UNKNOWN
+
+    def observe(self, x: Sequence[float], y: float) -> None:
+        """Take in that x came to y; y > 0."""
+        row = np.array(x, np.float64) * self._unit / y
+        towards = self._spread @ row
+        gain = towards / (self._memory + row @ towards)
+        self._weights = self._weights + gain * (1.0 - row @ self._weights)
+        spread = (self._spread - np.outer(gain, towards)) / self._memory
+        self._spread = np.minimum((spread + spread.T) / 2, _UNKNOWN)
+
+    @property
+    def coefficients(self) -> np.ndarray:
+        """f64[len(guess)], none negative."""
+        return np.maximum(self._weights, 0.0) * self._unit
+
+    def __call__(self, x: Sequence[float]) -> float:
+        """What x is expected to come to."""
+        return float(np.array(x, np.float64) @ self.coefficients)
