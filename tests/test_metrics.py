@@ -249,10 +249,11 @@ def test_the_caller_and_the_events_tell_the_same() -> None:
 
 
 def test_events_are_lines_of_json() -> None:
-    served = Served(config(4, 1, 2, num_blocks=20))
+    served = Served(config(4, 1, 2, num_blocks=20), policy=by_priority())
     served.add("a", [1] * 9, 3, priority=2)
     served.add("b", [2] * 5, 7)
     served.step()
+    preempt(served)  # a gives way, and comes back
     served.engine.abort_request("b")
     served.finish()
     kinds = set()
@@ -264,7 +265,7 @@ def test_events_are_lines_of_json() -> None:
         assert line.pop("request_id") == event.request_id
         index = set() if event.kind == "launch" else {"index"}
         assert line.keys() == set(EVENT_FIELDS[event.kind]) | index
-    assert kinds == EVENT_FIELDS.keys() - {"preempted"}
+    assert kinds == EVENT_FIELDS.keys()
 
 
 def test_launch_events_account_for_every_position() -> None:

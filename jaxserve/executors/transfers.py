@@ -111,7 +111,8 @@ class Transfers:
         if moves.drop:
             self._do(self._forget, moves.drop)
             gone = set(moves.drop)
-            for names in [names for names in self._staged if gone.issuperset(names)]:
+            # Whoever shares some of them fetches, or has fetched, its own.
+            for names in [n for n in self._staged if not gone.isdisjoint(n)]:
                 del self._staged[names]
             self._coming = [names for names in self._coming if names in self._staged]
         return state
@@ -154,19 +155,22 @@ class Transfers:
         seconds = self._stage_s.pop(names) + time.perf_counter() - start_s
         self._timed.append(Transferred("in", names, seconds, 0.0))
 
-    def _nothing(self, size: int) -> dict[str, np.ndarray]:
-        return {
-            group: np.zeros(
-                (pages.shape[0] // self._shape.num_blocks, size, *pages.shape[1:]),
-                pages.dtype,
-            )
-            for group, pages in self._pages.items()
-        }
+    def _nothing(self, size: int) -> Blocks:
+        """Blocks that do not count, on the device as those that were fetched."""
+        blocks = self._shape.num_blocks
+        return jax.device_put(
+            {
+                group: np.zeros(
+                    (pages.shape[0] // blocks, size, *pages.shape[1:]), pages.dtype
+                )
+                for group, pages in self._pages.items()
+            }
+        )
 
     def _forget(self, names: Sequence[int]) -> None:
         self._host.drop(names)
         gone = set(names)
-        for staged in [staged for staged in self._stage_s if gone.issuperset(staged)]:
+        for staged in [n for n in self._stage_s if not gone.isdisjoint(n)]:
             del self._stage_s[staged]
 
     def arrivals(self) -> list[int]:
