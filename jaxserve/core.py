@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,54 +69,6 @@ class StepPlan(NamedTuple):
     def tokens(self) -> int:
         """T, the token bucket of the mixed step; 0 = the launch only edits blocks."""
         return self.chunk.shape[0]
-
-
-class Spill(NamedTuple):
-    """A block to be copied to the host, as the launch before left it."""
-
-    name: int  # of the payload, never used again
-    slot: int  # and column; S where a handle names the block
-    column: int
-    handle: int  # H where slot and column name the block
-
-
-class Restore(NamedTuple):
-    """Columns that a slot gets back from the host, beside those it adopted.
-
-    They are new blocks; afterwards the slot has `length` KV rows and decodes `last`.
-    """
-
-    slot: int
-    first: int  # column of the first payload
-    names: tuple[int, ...]  # payloads, a column each; they must have arrived
-    length: int
-    last: int  # token id to be fed next; any where its prompt is not complete
-
-
-class Moves(NamedTuple):
-    """KV blocks that cross between device and host around one launch, in this order.
-
-    Spills before the launch's edits, which may free what they read; restores after the
-    launch, which frees what they take. A payload that is to be restored is fetched
-    first, and takes no device block until it has arrived.
-    """
-
-    spill: tuple[Spill, ...] = ()
-    restore: tuple[Restore, ...] = ()
-    fetch: tuple[int, ...] = ()  # payloads to be brought in while launches run
-    drop: tuple[int, ...] = ()  # payloads not needed after these restores
-
-
-STILL = Moves()
-
-
-class Transferred(NamedTuple):
-    """A copy between device and host that has ended."""
-
-    way: Literal["out", "in"]
-    names: tuple[int, ...]  # payloads
-    seconds: float
-    waited_s: float  # for others on the link, before it
 
 
 class StepOutput(NamedTuple):

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve import Engine, EngineConfig, RequestOutput, SamplingParams
-from jaxserve.core import Event, Moves, StepOutput, StepPlan
+from jaxserve.core import Event, StepOutput, StepPlan
 from jaxserve.executors.cost_model import LinearCost
 from jaxserve.executors.jax_executor import JaxExecutor
 from jaxserve.executors.link import LinkCost
 from jaxserve.executors.sim_executor import SimExecutor, Truth
 from jaxserve.models.hash_model import HashModel, next_token
+from jaxserve.moves import Moves
 from jaxserve.scheduling.policies import Policy
 
 EOS = (7, 50)

@@ -26,8 +26,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "jaxserve.config": ("numpy",),
     "jaxserve.core": ("jaxserve.config",),
     "jaxserve.validation": ("jaxserve.config",),
+    "jaxserve.moves": (),
     "jaxserve.block_count": ("jaxserve.core",),
-    "jaxserve.scheduling": ("jaxserve.block_count",),
+    "jaxserve.scheduling": ("jaxserve.block_count", "jaxserve.moves"),
     "jaxserve.kv_tiers": ("numpy",),
     "jaxserve.workloads": ("jaxserve.core",),
     "jaxserve.metrics": ("jaxserve.core",),
@@ -65,8 +66,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "jaxserve.models.detokenizer": ("jaxserve.models.tokenizer",),
     # Where a plan runs. The simulated executor knows no device.
     "jaxserve.executors.__init__": (),
-    "jaxserve.executors.base": ("jaxserve.core",),
-    "jaxserve.executors.link": ("jaxserve.core",),
+    "jaxserve.executors.base": ("jaxserve.core", "jaxserve.moves"),
+    "jaxserve.executors.link": ("jaxserve.moves",),
     "jaxserve.executors.cost_model": (
         "jaxserve.block_count",
         "jaxserve.executors.link",
@@ -84,6 +85,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "jaxserve.executors.transfers": (
         "jaxserve.device.step",
         "jaxserve.device.transfer",
+        "jaxserve.moves",
         "jaxserve.kv_tiers",
     ),
     # The loop and what stands on it. The engine knows executors by their protocol, and

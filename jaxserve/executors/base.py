@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jaxserve.core import STILL, Moves, StepOutput, StepPlan, Transferred
+from jaxserve.core import StepOutput, StepPlan
+from jaxserve.moves import STILL, Moves, Transferred
 
 Ticket = Any
 """A launch that was submitted and not yet read; redeemed once, in order."""

@@ -17,8 +17,9 @@ import numpy as np
 
 from jaxserve.block_count import BlockCount
 from jaxserve.config import EngineShape
-from jaxserve.core import STILL, Moves, StepPlan, Transferred
+from jaxserve.core import StepPlan
 from jaxserve.executors.link import INSTANT, Link, LinkCost
+from jaxserve.moves import STILL, Moves, Transferred
 
 
 class StepCost(Protocol):

@@ -13,21 +13,14 @@ from typing import NamedTuple
 import jax
 
 from jaxserve.config import EngineShape
-from jaxserve.core import (
-    STILL,
-    Moves,
-    StepOutput,
-    StepPlan,
-    Transferred,
-    empty_plan,
-    pack,
-)
+from jaxserve.core import StepOutput, StepPlan, empty_plan, pack
 from jaxserve.device import state as device_state
 from jaxserve.device.step import Outputs, compiled, num_compiled
 from jaxserve.executors.cost_model import LogicalClock, StepCost
 from jaxserve.executors.link import INSTANT, LinkCost
 from jaxserve.executors.transfers import Transfers
 from jaxserve.models.base import Model, Params
+from jaxserve.moves import STILL, Moves, Transferred
 
 
 class _Ticket(NamedTuple):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxserve.core import Transferred
+from jaxserve.moves import Transferred
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.config import EngineShape
-from jaxserve.core import STILL, Moves, StepOutput, StepPlan, Transferred
+from jaxserve.core import StepOutput, StepPlan
 from jaxserve.executors.base import Leap
 from jaxserve.executors.cost_model import LogicalClock, StepCost
 from jaxserve.executors.link import INSTANT, LinkCost
+from jaxserve.moves import STILL, Moves, Transferred
 
 
 class Truth(NamedTuple):

@@ -17,12 +17,12 @@ import jax
 import numpy as np
 
 from jaxserve.config import EngineShape, bucket
-from jaxserve.core import Moves, Restore, Transferred
 from jaxserve.device.state import EngineState
 from jaxserve.device.step import num_compiled
 from jaxserve.device.transfer import compiled
 from jaxserve.kv_tiers.host_pool import HostPool
 from jaxserve.models.base import Model
+from jaxserve.moves import Moves, Restore, Transferred
 
 Blocks = dict[str, jax.Array]
 """Contents of blocks on the device, [fold, E, ...] for each group of pages."""
@@ -44,7 +44,7 @@ class Transfers:
         self._coming: list[tuple[int, ...]] = []  # of those, not told as arrived
         self._stage_s: dict[tuple[int, ...], float] = {}  # the copying thread's
         self._timed: deque[Transferred] = deque()
-        self._failed: Future | None = None
+        self._last: Future | None = None  # raises what went wrong in the thread
 
     @property
     def _programs(self) -> int:
@@ -65,10 +65,10 @@ class Transfers:
         """Have the copying thread do something after all that it was given before."""
         if self._copier is None:
             self._copier = ThreadPoolExecutor(1, "jaxserve-transfers")
-        if self._failed is not None and self._failed.done():
-            self._failed.result()  # raises what went wrong there
-        self._failed = self._copier.submit(work, *args)
-        return self._failed
+        if self._last is not None and self._last.done():
+            self._last.result()  # raises what went wrong there
+        self._last = self._copier.submit(work, *args)
+        return self._last
 
     def _parts(self, names: Sequence[Any]) -> Iterator[Sequence[Any]]:
         """In pieces that one program takes."""

@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from jaxserve.core import Event, StepOutput, Transferred
+from jaxserve.core import Event, StepOutput
+from jaxserve.moves import Transferred
 from jaxserve.scheduling.preemption import (
     Fit,
     Mode,

@@ -9,16 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.config import EngineShape
-from jaxserve.core import (
-    ADMIT_FIELDS,
-    Moves,
-    Request,
-    Restore,
-    Spill,
-    StepPlan,
-    empty_plan,
-    random_seed,
-)
+from jaxserve.core import ADMIT_FIELDS, Request, StepPlan, empty_plan, random_seed
+from jaxserve.moves import Moves, Restore, Spill
 
 
 class PlanBuilder:

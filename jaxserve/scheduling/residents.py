@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jaxserve.config import EngineShape
-from jaxserve.core import Request, Restore
+from jaxserve.core import Request
+from jaxserve.moves import Restore
 from jaxserve.scheduling.budget import Budget
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.prefix_index import PrefixIndex, extend_keys, root_key

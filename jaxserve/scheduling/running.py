@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from jaxserve.core import STILL, Event, Moves, Request, StepPlan
+from jaxserve.core import Event, Request, StepPlan
+from jaxserve.moves import STILL, Moves
 
 
 @dataclasses.dataclass(slots=True)

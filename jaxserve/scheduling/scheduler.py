@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from jaxserve.block_count import BlockCount
 from jaxserve.config import EngineConfig, EngineShape
-from jaxserve.core import Event, Request, StepOutput, TokenLogprobs, Transferred
+from jaxserve.core import Event, Request, StepOutput, TokenLogprobs
+from jaxserve.moves import Transferred
 from jaxserve.scheduling.decisions import Decisions
 from jaxserve.scheduling.horizon import NOTHING, Horizon, horizon
 from jaxserve.scheduling.plan_builder import PlanBuilder

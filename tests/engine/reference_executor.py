@@ -14,18 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.config import EngineShape
-from jaxserve.core import (
-    ADMIT_FIELDS,
-    STILL,
-    Moves,
-    Restore,
-    Spill,
-    StepOutput,
-    StepPlan,
-)
+from jaxserve.core import ADMIT_FIELDS, StepOutput, StepPlan
 from jaxserve.executors.cost_model import LinearCost, LogicalClock
 from jaxserve.executors.link import INSTANT, LinkCost
 from jaxserve.models.hash_model import VOCAB, next_token
+from jaxserve.moves import STILL, Moves, Restore, Spill
 from tests.serving import direct_random
 
 

@@ -25,30 +25,44 @@ from tests.engine.harness import (
 )
 from tests.serving import direct
 
+MODES = ["recompute", "swap"]
 
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_ps1_preempted_twice_the_output_is_whole(executor: str) -> None:
+def test_ps1_preempted_twice_the_output_is_whole(executor: str, mode: str) -> None:
     """PS1 (vllm#16832, #5349): output incomplete, or taken for prompt, afterwards."""
-    served = Served(JAX, policy=by_priority(), executor=EXECUTORS[executor])
+    served = Served(
+        dataclasses.replace(JAX, preemption_mode=mode, num_swap_blocks=64),
+        policy=by_priority(),
+        executor=EXECUTORS[executor],
+    )
     served.add("r", range(5, 10), 8)
     for i in range(8):  # they hold the other slots, so that one more displaces r
-        served.add(f"mate {i}", [i], 40, priority=-1)
+        served.add(f"mate {i}", [i], 24, priority=-1)
     for outputs in (3, 6):
         served.until(lambda n=outputs: len(served.tokens("r")) == n)
         preempt(served)
         assert served.tokens("r") == R_5_TO_9[:outputs]
     served.finish()
-    assert [e.data["mode"] for e in served.of("preempted", "r")] == ["recompute"] * 2
+    assert [e.data["mode"] for e in served.of("preempted", "r")] == [mode] * 2
     assert served.tokens("r") == R_5_TO_9
     assert served.reason("r") == "length"
     (finished,) = served.of("finished", "r")
     assert finished.data["prompt_tokens"] == 5 and finished.data["output_tokens"] == 8
+    stats = served.stats()
+    assert stats["preemptions_by_swap"] == (2 if mode == "swap" else 0)
+    assert (stats["recomputed_tokens"] == 0) == (mode == "swap")
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(("b", "launches", "steps"), EVERY_KIND)
-def test_ps1_of_every_kind(b: int, launches: int, steps: int, caching: bool) -> None:
-    """PS1: preempted as often as it can be, in prompt, output and flight."""
+def test_ps1_of_every_kind(
+    b: int, launches: int, steps: int, caching: bool, mode: str
+) -> None:
+    """PS1: preempted as often as it can be, in prompt, output and flight. By swap no
+    token is computed twice."""
     served = Served(
         config(
             b,
@@ -58,20 +72,28 @@ def test_ps1_of_every_kind(b: int, launches: int, steps: int, caching: bool) -> 
             num_blocks=64,
             max_chunk_tokens=3,
             enable_prefix_caching=caching,
+            preemption_mode=mode,
+            num_swap_blocks=64,
         ),
         policy=by_priority(),
     )
     served.add("r", range(5, 15), 20)
     preempt_at_every_output(served)
-    count = len(served.of("preempted", "r"))
+    preempted = served.of("preempted", "r")
+    assert {e.data["mode"] for e in preempted} == {mode}
+    count = len(preempted)
     assert count >= 20 / (steps * launches)
     assert served.tokens("r") == direct(range(5, 15), 20)
     (finished,) = served.of("finished", "r")
     assert finished.data["prompt_tokens"] == 10
     assert finished.data["output_tokens"] == 20
     assert served.outputs["r"].metrics.preemptions == count
-    progress = [e.data["output_tokens"] for e in served.of("progressed", "r")]
-    assert sum(progress) == 20
+    progress = served.of("progressed", "r")
+    assert sum(e.data["output_tokens"] for e in progress) == 20
+    if mode == "swap":
+        assert sum(e.data["prompt_tokens"] for e in progress) == 10
+        stats = served.stats()
+        assert stats["recomputed_tokens"] == stats["lost_swaps"] == 0
 
 
 def test_me1_a_resumption_is_no_hit() -> None:

@@ -1,4 +1,5 @@
-"""Preemption by swap: faults of other engines as cases, and what moves, by hand.
+"""Preemption by swap: faults of other engines as cases, and what moves, by hand. (PS1
+stands with its kind in test_cases_preemption.py.)
 
 On the definition a payload holds the token ids of its block, and a row that nobody
 wrote is told from one that was; on the device the hash model reads back what came.
@@ -12,7 +13,6 @@ import pytest
 
 from jaxserve.executors.link import LinkCost
 from tests.engine.harness import (
-    EVERY_KIND,
     EXECUTORS,
     JAX,
     R_5_TO_9,
@@ -21,67 +21,10 @@ from tests.engine.harness import (
     by_priority,
     config,
     preempt,
-    preempt_at_every_output,
 )
 from tests.serving import direct
 
 SWAP = {"preemption_mode": "swap", "num_swap_blocks": 64}
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_ps1_swapped_twice_the_output_is_whole(executor: str) -> None:
-    """PS1 (vllm#16832, #5349): output incomplete, or taken for prompt, afterwards."""
-    served = Served(
-        dataclasses.replace(JAX, **SWAP),
-        policy=by_priority(),
-        executor=EXECUTORS[executor],
-    )
-    served.add("r", range(5, 10), 8)
-    for i in range(8):  # they hold the other slots, so that one more displaces r
-        served.add(f"mate {i}", [i], 24, priority=-1)
-    for outputs in (3, 6):
-        served.until(lambda n=outputs: len(served.tokens("r")) == n)
-        preempt(served)
-        assert served.tokens("r") == R_5_TO_9[:outputs]
-    served.finish()
-    assert [e.data["mode"] for e in served.of("preempted", "r")] == ["swap"] * 2
-    assert served.tokens("r") == R_5_TO_9
-    assert served.reason("r") == "length"
-    (finished,) = served.of("finished", "r")
-    assert finished.data["prompt_tokens"] == 5 and finished.data["output_tokens"] == 8
-    stats = served.stats()
-    assert stats["preemptions_by_swap"] == 2 and stats["recomputed_tokens"] == 0
-
-
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize(("b", "launches", "steps"), EVERY_KIND)
-def test_ps1_of_every_kind(b: int, launches: int, steps: int, caching: bool) -> None:
-    """PS1: swapped as often as it can be, in prompt, output and flight; no token is
-    computed twice."""
-    served = Served(
-        config(
-            b,
-            launches,
-            steps,
-            max_num_seqs=1,
-            num_blocks=64,
-            max_chunk_tokens=3,
-            enable_prefix_caching=caching,
-            **SWAP,
-        ),
-        policy=by_priority(),
-    )
-    served.add("r", range(5, 15), 20)
-    preempt_at_every_output(served)
-    preempted = served.of("preempted", "r")
-    assert len(preempted) >= 20 / (steps * launches)
-    assert {e.data["mode"] for e in preempted} == {"swap"}
-    assert served.tokens("r") == direct(range(5, 15), 20)
-    stats = served.stats()
-    assert stats["recomputed_tokens"] == stats["lost_swaps"] == 0
-    progress = served.of("progressed", "r")
-    assert sum(e.data["prompt_tokens"] for e in progress) == 10
-    assert sum(e.data["output_tokens"] for e in progress) == 20
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

@@ -110,9 +110,9 @@ def test_predictions_are_near_once_the_machine_is_known() -> None:
     run.finish()
     outcomes = [event.data for event in run.of("resumed")]
     assert len(outcomes) > 20
+    # Who found all of it in the cache copied nothing: off by everything.
     errors = [
-        abs(o["predicted_s"] - o["actual_s"]) / o["actual_s"]
+        abs(o["predicted_s"] - o["actual_s"]) / max(o["actual_s"], 1e-9)
         for o in outcomes[20:]
-        if o["actual_s"] > 0
     ]
     assert statistics.median(errors) <= 0.3

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.config import EngineConfig, SamplingParams
-from jaxserve.core import Request, Spill
+from jaxserve.core import Request
+from jaxserve.moves import Spill
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.running import Running
 from jaxserve.scheduling.swap_space import SwapSpace
