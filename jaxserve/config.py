@@ -241,11 +241,24 @@ class EngineConfig:
       enable_prefix_caching: share the blocks of equal prompt prefixes.
       preemption_mode: what becomes of the KV of a request that loses its slot.
         "recompute" forgets it, but for blocks that stay cached; "swap" keeps it on the
-        host, as far as there is room; "auto" does what costs less time by the engine's
-        own measurements, and "article" by a rule of thumb kept for study (see
-        scheduling/preemption.py).
-      swap_space_bytes: bound on host memory for swapped requests.
+        host, as far as there is room, else on disk; "disk" keeps it on disk; "auto"
+        does what costs least time by the engine's own measurements, and "article" by a
+        rule of thumb kept for study (see scheduling/preemption.py).
+      swap_space_bytes: bound on host memory for swapped requests; what they leave of it
+        holds cached blocks.
       num_swap_blocks: the same bound in blocks; None takes what swap_space_bytes holds.
+      disk_cache_dir: directory for KV blocks; engines may share it, and it outlives
+        them.
+      disk_cache_bytes: bound on the files there that this model can read.
+      num_disk_blocks: the same bound in blocks; None takes what disk_cache_bytes holds.
+      tier_write: when a cached block is copied to the tier below, host or disk:
+        "on_eviction" of it, "through" as soon as it is full, which survives a crash, or
+        "never".
+      tier_eviction: which cached block leaves a full tier: the least recently used
+        ("lru"), the least often used ("lfu"), or the one cheapest to compute again a
+        byte ("cost"); always children before parents.
+      transfer_timeout_s: how long a request waits for blocks from host or disk before
+        it is computed instead.
       num_scheduler_steps: decode steps a launch (N-step scheduling).
       launches_in_flight: launches submitted before the oldest is read; 1 is
         synchronous.
@@ -270,9 +283,15 @@ class EngineConfig:
     num_blocks: int | None = None
     cache_bytes: int = 2**30
     enable_prefix_caching: bool = True
-    preemption_mode: Literal["recompute", "swap", "auto", "article"] = "auto"
+    preemption_mode: Literal["recompute", "swap", "disk", "auto", "article"] = "auto"
     swap_space_bytes: int = 0
     num_swap_blocks: int | None = None
+    disk_cache_dir: str | None = None
+    disk_cache_bytes: int = 0
+    num_disk_blocks: int | None = None
+    tier_write: Literal["never", "on_eviction", "through"] = "on_eviction"
+    tier_eviction: Literal["lru", "lfu", "cost"] = "lru"
+    transfer_timeout_s: float = 30.0
     num_scheduler_steps: int = 1
     launches_in_flight: int = 1
     max_chunk_tokens: int | None = None
@@ -292,6 +311,8 @@ class EngineConfig:
             "cache_bytes": 1,
             "swap_space_bytes": 0,
             "num_swap_blocks": 0,
+            "disk_cache_bytes": 0,
+            "num_disk_blocks": 0,
             "num_scheduler_steps": 1,
             "launches_in_flight": 1,
             "max_chunk_tokens": 1,
@@ -301,7 +322,8 @@ class EngineConfig:
         }
         hints = {"max_model_len": ": a prompt and an output"}
         hints |= dict.fromkeys(
-            ("num_blocks", "num_swap_blocks", "max_chunk_tokens"), ", or None"
+            ("num_blocks", "num_swap_blocks", "num_disk_blocks", "max_chunk_tokens"),
+            ", or None",
         )
         for field, low in lowest.items():
             value = getattr(self, field)
@@ -309,8 +331,22 @@ class EngineConfig:
             if value is not None or not hint.endswith("None"):
                 object.__setattr__(self, field, _integer(field, value, low, hint))
         _flag("enable_prefix_caching", self.enable_prefix_caching)
-        modes = ("recompute", "swap", "auto", "article")
+        modes = ("recompute", "swap", "disk", "auto", "article")
         _one_of("preemption_mode", self.preemption_mode, modes)
+        _one_of("tier_write", self.tier_write, ("never", "on_eviction", "through"))
+        _one_of("tier_eviction", self.tier_eviction, ("lru", "lfu", "cost"))
+        timeout_s = _real("transfer_timeout_s", self.transfer_timeout_s, 0.0, 1e6)
+        object.__setattr__(self, "transfer_timeout_s", timeout_s)
+        if self.disk_cache_dir is not None and not isinstance(self.disk_cache_dir, str):
+            raise ValueError(
+                f"disk_cache_dir={self.disk_cache_dir!r} must be a path, a string, or "
+                "None"
+            )
+        if self.disk_cache_bytes and self.disk_cache_dir is None:
+            raise ValueError(
+                f"disk_cache_bytes={self.disk_cache_bytes} needs a disk_cache_dir to "
+                "write to"
+            )
         _one_of("batching", self.batching, ("continuous", "static"))
         _one_of("prefill", self.prefill, ("chunked", "prefill_first", "decode_first"))
         if self.batching == "static" and self.prefill != "chunked":

@@ -24,7 +24,13 @@ from jaxserve.core import Event, Request, StepOutput
 from jaxserve.executors.base import Executor, Leap, Simulation, Ticket
 from jaxserve.leaps import tell_leap
 from jaxserve.live import Live
-from jaxserve.models.base import Model, Params, num_blocks, num_swap_blocks
+from jaxserve.models.base import (
+    Model,
+    Params,
+    num_blocks,
+    num_disk_blocks,
+    num_swap_blocks,
+)
 from jaxserve.models.detokenizer import Decodes
 from jaxserve.outputs import RequestOutput
 from jaxserve.reports import Reports
@@ -78,12 +84,20 @@ class Engine:
             check_is_policy("policy", policy)
         self.model, self.params = model, params
         self._tokenizer = tokenizer
-        self.executor = (executor or _jax_executor)(model, params, self.shape)
+        self.executor = (executor or _jax_executor(self.config))(
+            model, params, self.shape
+        )
         self._simulation = self._jumping(self.executor)
         swap_blocks = num_swap_blocks(model, self.config)
-        self.swaps = swap_blocks > 0
+        disk_blocks = num_disk_blocks(model, self.config)
+        self.swaps = swap_blocks + disk_blocks > 0
         self._scheduler = Scheduler(
-            self.config, self.shape, policy or fcfs(), swap_blocks
+            self.config,
+            self.shape,
+            policy or fcfs(),
+            swap_blocks,
+            disk_blocks,
+            self.executor.stored(),
         )
         self._flights: deque[_Flight] = deque()
         self._future: list[tuple[float, int, Live]] = []  # heap by arrival
@@ -264,13 +278,13 @@ class Engine:
         launch, self._planned = self._planned, None
         if self._flights and (launch is None or len(self._flights) >= depth):
             self._read()
-        elif launch is None and self._scheduler.fetching:
-            with self._or_break(Exception):
-                next_s = self._future[0][0] if self._future else math.inf
-                self.executor.await_arrival(next_s)
         elif launch is None and self._scheduler.has_requests:
             with self._or_break(Exception):
-                raise RuntimeError("no launch can be planned, but requests wait")
+                due_s = self._scheduler.waits_until_s
+                if due_s is None:
+                    raise RuntimeError("no launch can be planned, but requests wait")
+                next_s = self._future[0][0] if self._future else math.inf
+                self.executor.await_arrival(min(next_s, due_s))
 
     def _jumping(self, executor: Executor) -> Simulation | None:
         """The executor, if launches may be run in it without planning each: that needs
@@ -328,7 +342,7 @@ class Engine:
 
     def _plan(self) -> tuple[Launch, float] | None:
         self._arrive()
-        self._scheduler.arrive(self.executor.arrivals())
+        self._scheduler.arrived(self.executor.arrived())
         start = time.perf_counter()
         launch = self._scheduler.plan(self.now())
         self._publish()
@@ -484,21 +498,58 @@ class Engine:
             "cached_blocks": scheduler.cached_blocks,
             "idle_cached_blocks": scheduler.idle_cached_blocks,
             "cache_loss_blocks": scheduler.lost_blocks,
-            "swapped_blocks": scheduler.swapped_blocks,
-            "lost_swaps": scheduler.lost_swaps,
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting + len(self._future),
             "compiles": self.executor.compiles,
+            **scheduler.below,
             **dataclasses.asdict(scheduler.counters),
             **dataclasses.asdict(self._reports.accounts),
         }
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block; running requests keep the ones they use.
+        """Forget every cached block in every tier, what is on disk included; running
+        requests keep the ones they use.
 
         What nobody uses is free again by the next launch, or at once when idle.
         """
         self._scheduler.reset_prefix_cache()
+        while not self._scheduler.has_requests and self._scheduler.has_chores:
+            self._turn()
+        self._reports.deliver()
+
+    def settle_tiers(self, *, save: bool = False) -> None:
+        """Wait until nothing is on its way between the tiers. No request may be left.
+
+        Args:
+          save: write to disk what is cached above it, first.
+        """
+        if self.has_unfinished_requests():
+            raise RuntimeError("requests are left; serve or abort them first")
+        if save:
+            self._scheduler.save_cached()
+        while self._scheduler.has_chores or self._scheduler.saving or self._flights:
+            if not (self._scheduler.has_chores or self._flights):
+                self.executor.await_arrival(self.now() + 1.0)
+            self._turn()
+        self._reports.deliver()
+
+    def close(self) -> None:
+        """End every request, write to disk what is cached above it, and stop the
+        threads. The engine cannot be used afterwards."""
+        if self._broken is None:
+            for request_id in list(self._live):
+                self.abort_request(request_id)
+            self._outputs.clear()
+            self.settle_tiers(save=True)
+        self.executor.close()
+        self._broken = "the engine was closed"
+
+    def set_weight_version(self, version: int) -> None:
+        """The weights are others from now on: no cached block is found again.
+
+        Running requests go on with what they have, and nobody finds it.
+        """
+        self._scheduler.set_weight_version(version)
         while not self._scheduler.has_requests and self._scheduler.has_chores:
             self._turn()
         self._reports.deliver()
@@ -511,7 +562,13 @@ class Engine:
         return idle and self._scheduler.holds_nothing()
 
 
-def _jax_executor(model: Model, params: Params, shape: EngineShape) -> Executor:
-    from jaxserve.executors.jax_executor import JaxExecutor
+def _jax_executor(config: EngineConfig) -> MakeExecutor:
+    def make(model: Model, params: Params, shape: EngineShape) -> Executor:
+        from jaxserve.executors.jax_executor import JaxExecutor, open_store
 
-    return JaxExecutor(model, params, shape)
+        store = None
+        if num_disk_blocks(model, config) and config.disk_cache_dir is not None:
+            store = open_store(config.disk_cache_dir, model, params, shape)
+        return JaxExecutor(model, params, shape, store=store)
+
+    return make

@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve import EngineConfig, SamplingParams
 from jaxserve.config import bucket
-from jaxserve.models.base import num_blocks, num_swap_blocks
+from jaxserve.models.base import num_blocks, num_disk_blocks, num_swap_blocks
 from jaxserve.models.hash_model import HashModel
 from tests.engine.harness import Served, config
 from tests.serving import direct
@@ -41,7 +41,13 @@ ENGINE = {
     "max_num_batched_tokens": ([0, 1.5, True, None], "integer >= 1"),
     "block_size": ([0, -16, 16.0, True, None], "integer >= 1"),
     "num_blocks": ([0, -1, 1.5, True, "9"], ">= 1, or None"),
-    "preemption_mode": (["swop", None, 1], "'recompute', 'swap', 'auto'"),
+    "preemption_mode": (["swop", None, 1], "'recompute', 'swap', 'disk', 'auto'"),
+    "disk_cache_dir": ([3, True], "must be a path, a string, or None"),
+    "disk_cache_bytes": ([-1, 1.5, None, True], ">= 0"),
+    "num_disk_blocks": ([-1, 1.5, True, "9"], ">= 0, or None"),
+    "tier_write": (["back", None], "'never', 'on_eviction', 'through'"),
+    "tier_eviction": (["fifo", None], "'lru', 'lfu', 'cost'"),
+    "transfer_timeout_s": ([-1, NAN, INF, "1", None], r"in \[0, 1e\+06\]"),
     "swap_space_bytes": ([-1, 1.5, None, True], ">= 0"),
     "num_swap_blocks": ([-1, 1.5, True, "9"], ">= 0, or None"),
     "cache_bytes": ([0, 1e9, True, None], "integer >= 1"),
@@ -215,6 +221,12 @@ def test_blocks_of_an_engine_are_what_fits() -> None:
         num_swap_blocks(model, dataclasses.replace(base, swap_space_bytes=5 * 64 + 63))
         == 5
     )
+    assert num_disk_blocks(model, base) == 0
+    assert num_disk_blocks(model, dataclasses.replace(base, num_disk_blocks=7)) == 7
+    disk = {"disk_cache_dir": "kv", "disk_cache_bytes": 5 * (128 + 64) + 191}
+    assert num_disk_blocks(model, dataclasses.replace(base, **disk)) == 5
+    with pytest.raises(ValueError, match="disk_cache_bytes=9 needs a disk_cache_dir"):
+        EngineConfig(disk_cache_bytes=9)
 
 
 # Bad input to an engine that is at work -----------------------------------------------

@@ -54,19 +54,19 @@ def restore(state: EngineState, order: jax.Array, payload: Pages) -> EngineState
 
     Args:
       state: donated by `compiled`.
-      order: i32[5] slot, first column, how many columns, KV rows of the slot
-        afterwards, and the token that it decodes next. Its columns before the first
-        are there.
-      payload: as from `spill`; only so many blocks count.
+      order: i32[6] slot, column of the payload's first block, how many blocks count,
+        how many of these the slot has already and keeps, its KV rows afterwards, and
+        the token that it decodes next. Its columns before those are there.
+      payload: as from `spill`.
     """
-    slot, first, count, length, last = order
+    slot, first, count, skip, length, last = order
     s, m = state.pool.table.shape
     p = state.pool.refs.shape[0]
     size = jax.tree.leaves(payload)[0].shape[1]
     want = jnp.zeros(s, I32).at[slot].set(first + count, mode="drop")
     pool = block_pool.grow(state.pool, want, max_new=min(size, m))
     each = jnp.arange(size, dtype=I32)
-    column = jnp.where(each < count, first + each, m)
+    column = jnp.where((each >= skip) & (each < count), first + each, m)
     block = pool.table.at[slot, column].get(mode="fill", fill_value=p)
     pages = {
         name: pages.at[_pages(block, pages, p)].set(payload[name], mode="drop")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxserve.core import StepOutput, StepPlan
-from jaxserve.moves import STILL, Moves, Transferred
+from jaxserve.moves import STILL, Arrived, Label, Moves, Transferred
 
 Ticket = Any
 """A launch that was submitted and not yet read; redeemed once, in order."""
@@ -25,23 +25,31 @@ class Executor(Protocol):
 
         Args:
           who: submission index of each listed row's request.
-          moves: blocks that cross between device and host around it.
+          moves: blocks that cross between device, host and disk around it.
         """
         ...
 
-    def arrivals(self) -> Sequence[int]:
-        """Payloads that were fetched and have arrived since the last call."""
+    def stored(self) -> Sequence[Label]:
+        """What is on disk from the start, the longest unused first."""
+        ...
+
+    def arrived(self) -> Arrived:
+        """What has been fetched, loaded and saved since the last call."""
         ...
 
     def timed(self) -> Sequence[Transferred]:
-        """Copies between device and host that have ended since the last call."""
+        """Copies that have ended since the last call."""
         ...
 
     def await_arrival(self, until_s: float) -> None:
-        """Return once another payload fetched has arrived, or `now` is until_s.
+        """Return once `arrived` has more to tell, or `now` is until_s.
 
-        A payload must be on its way, or until_s finite.
+        A fetch, load or save must be under way, or until_s finite.
         """
+        ...
+
+    def close(self) -> None:
+        """Finish what is under way, and stop; nothing may be submitted any more."""
         ...
 
     def result(self, ticket: Ticket) -> StepOutput:

@@ -18,8 +18,8 @@ import numpy as np
 from jaxserve.block_count import BlockCount
 from jaxserve.config import EngineShape
 from jaxserve.core import StepPlan
-from jaxserve.executors.link import INSTANT, Link, LinkCost
-from jaxserve.moves import STILL, Moves, Transferred
+from jaxserve.executors.link import INSTANT, LinkCost, Links
+from jaxserve.moves import STILL, Arrived, Moves, Transferred
 
 
 class StepCost(Protocol):
@@ -98,12 +98,19 @@ class LogicalClock:
     spills leaves when the launch starts, and holds nobody up.
 
     Args:
-      shape, cost: of the engine. link: of the way to the host and back.
+      shape, cost: of the engine. link: of the way to the host and back. disk: of the
+        way from there to disk and back.
     """
 
-    def __init__(self, shape: EngineShape, cost: StepCost, link: LinkCost = INSTANT):
+    def __init__(
+        self,
+        shape: EngineShape,
+        cost: StepCost,
+        link: LinkCost = INSTANT,
+        disk: LinkCost = INSTANT,
+    ):
         self._cost = cost
-        self._link = Link(link)
+        self._links = Links(link, disk)
         self._count = BlockCount(shape)
         self._slots = shape.max_slots
         self._steps = shape.decode_steps
@@ -118,21 +125,21 @@ class LogicalClock:
         """Let time pass while nothing runs."""
         self._now = max(self._now, t_s)
 
-    def fetch(self, moves: Moves) -> None:
-        """A launch is submitted: what it fetches leaves for the device now."""
-        self._link.fetch(moves.fetch, self._now)
+    def submit(self, moves: Moves) -> None:
+        """A launch is submitted: what it fetches and loads leaves now."""
+        self._links.submitted(moves, self._now)
 
-    def arrivals(self) -> list[int]:
-        """Payloads that were fetched and have arrived since the last call."""
-        return self._link.arrivals(self._now)
+    def arrived(self) -> Arrived:
+        """What has been fetched, loaded and saved since the last call."""
+        return self._links.arrived(self._now)
 
     def await_arrival(self, until_s: float) -> None:
-        """Let time pass until the next payload arrives, or to until_s."""
-        self.sleep_until(min(self._link.next_arrival_s, until_s))
+        """Let time pass until the next order is done, or to until_s."""
+        self.sleep_until(min(self._links.next_arrival_s, until_s))
 
     def timed(self) -> list[Transferred]:
         """Transfers that have ended since the last call."""
-        return self._link.timed(self._now)
+        return self._links.timed(self._now)
 
     def finish(
         self,
@@ -160,8 +167,7 @@ class LogicalClock:
             rows = len(listed) - (chunk_rows if i == 0 else 0)
             seconds += self._cost.step_s(chunk_tokens if i == 0 else 0, rows, context)
         start_s = max(self._finish, submitted_s)
-        self._link.spill([spill.name for spill in moves.spill], start_s)
-        self._link.drop(moves.drop)
+        self._links.started(moves, start_s)
         for order in moves.restore:
             self._count.resize(order.slot, order.length)
         self._finish = start_s + seconds

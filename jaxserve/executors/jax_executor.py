@@ -5,12 +5,14 @@ Owns the device state and the compiled programs. Never sees a request or the sch
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from jaxserve.config import EngineShape
 from jaxserve.core import StepOutput, StepPlan, empty_plan, pack
@@ -19,8 +21,10 @@ from jaxserve.device.step import Outputs, compiled, num_compiled
 from jaxserve.executors.cost_model import LogicalClock, StepCost
 from jaxserve.executors.link import INSTANT, LinkCost
 from jaxserve.executors.transfers import Transfers
+from jaxserve.kv_tiers.block_file import layout
+from jaxserve.kv_tiers.disk_store import DiskStore
 from jaxserve.models.base import Model, Params
-from jaxserve.moves import STILL, Moves, Transferred
+from jaxserve.moves import STILL, Arrived, Label, Moves, Transferred
 
 
 class _Ticket(NamedTuple):
@@ -37,7 +41,9 @@ class JaxExecutor:
       model: a frozen model; params: its weights, taken as they are.
       shape: static sizes.
       cost: None keeps the wall clock; a cost model keeps a `LogicalClock` instead.
-      link: of copying blocks to the host and back, on that clock.
+      link: of copying blocks to the host and back, on that clock. disk: of writing
+        them to disk and reading them.
+      store: blocks on disk; None = there is none.
     """
 
     def __init__(
@@ -48,15 +54,18 @@ class JaxExecutor:
         *,
         cost: StepCost | None = None,
         link: LinkCost = INSTANT,
+        disk: LinkCost = INSTANT,
+        store: DiskStore | None = None,
     ):
         self._shape = shape
         self._params = params
-        self._clock = LogicalClock(shape, cost, link) if cost else None
+        self._clock = LogicalClock(shape, cost, link, disk) if cost else None
         self._start_s = time.perf_counter()
         self._process = os.getpid()
         self._step = compiled(model, shape)
         self._compiled_before = num_compiled(self._step)
-        self._transfers = Transfers(model, shape)
+        self._store = store
+        self._transfers = Transfers(model, shape, store)
         self._state = device_state.init(model, shape)
 
     def now(self) -> float:
@@ -89,12 +98,22 @@ class JaxExecutor:
         """KV blocks held in host memory."""
         return self._transfers.num_held
 
-    def arrivals(self) -> list[int]:
-        """Payloads that were fetched and have arrived since the last call."""
-        return (self._clock or self._transfers).arrivals()
+    def stored(self) -> Sequence[Label]:
+        """What is on disk, the longest unused first."""
+        return self._store.scan() if self._store else ()
+
+    def arrived(self) -> Arrived:
+        """What has been fetched, loaded and saved since the last call."""
+        if self._clock:
+            return self._transfers.wait(self._clock.arrived())
+        return self._transfers.arrived()
+
+    def close(self) -> None:
+        """Finish what is under way and stop the threads; nothing may be submitted."""
+        self._transfers.close()
 
     def await_arrival(self, until_s: float) -> None:
-        """Wait until the next payload arrives or `now` is until_s."""
+        """Wait until there is more to tell, or `now` is until_s."""
         if self._clock:
             self._clock.await_arrival(until_s)
         else:
@@ -122,7 +141,7 @@ class JaxExecutor:
         )
         self._state = self._transfers.settle(self._state, moves)
         if self._clock:
-            self._clock.fetch(moves)
+            self._clock.submit(moves)
         return _Ticket(outputs, plan, moves, self.now())
 
     def result(self, ticket: _Ticket) -> StepOutput:
@@ -161,3 +180,32 @@ class JaxExecutor:
                 self._params, self._state, plan, rows=rows, tokens=tokens
             )
             jax.block_until_ready(outputs)
+
+
+def open_store(
+    directory: str, model: Model, params: Params, shape: EngineShape
+) -> DiskStore:
+    """The blocks on disk that a model with these weights can read.
+
+    Args:
+      directory: of `EngineConfig.disk_cache_dir`.
+    """
+    one = model.page_shapes(1, shape.block_size)
+    rows = {
+        # Of a pool of one block: the fold, and without the axis of blocks.
+        name: ((pages.shape[0], *pages.shape[1:]), np.dtype(pages.dtype))
+        for name, pages in one.items()
+    }
+    return DiskStore(directory, layout(rows), fingerprint(model, params, shape))
+
+
+def fingerprint(model: Model, params: Params, shape: EngineShape) -> bytes:
+    """16 bytes that differ for other models, weights or block sizes."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(f"{model!r} {shape.block_size}".encode())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        array = np.asarray(leaf)
+        digest.update(f"{jax.tree_util.keystr(path)} {array.shape} ".encode())
+        digest.update(f"{array.dtype}".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
+    return digest.digest()

@@ -17,7 +17,7 @@ from jaxserve.core import StepOutput, StepPlan
 from jaxserve.executors.base import Leap
 from jaxserve.executors.cost_model import LogicalClock, StepCost
 from jaxserve.executors.link import INSTANT, LinkCost
-from jaxserve.moves import STILL, Moves, Transferred
+from jaxserve.moves import STILL, Arrived, Label, Moves, Transferred
 
 
 class Truth(NamedTuple):
@@ -41,7 +41,8 @@ class SimExecutor:
     Args:
       shape: static sizes, as for a device.
       truth: by submission index; may grow while the engine runs.
-      cost: seconds of a step. link: of copying blocks to the host and back.
+      cost: seconds of a step. link: of copying blocks to the host and back. disk: of
+        writing them to disk and reading them.
       jump: let the engine skip planning where no decision is due. Answers, times and
         events are the same, in less time; only the order in which a launch lists its
         rows may differ. A callback hears of a whole jump at once: what it does on
@@ -57,12 +58,13 @@ class SimExecutor:
         cost: StepCost,
         *,
         link: LinkCost = INSTANT,
+        disk: LinkCost = INSTANT,
         jump: bool = False,
     ):
         self.jumps = jump
         self._shape = shape
         self._truth = truth
-        self._clock = LogicalClock(shape, cost, link)
+        self._clock = LogicalClock(shape, cost, link, disk)
         self._sampled: dict[int, int] = {}  # tokens emitted so far, by submission index
 
     def now(self) -> float:
@@ -73,13 +75,20 @@ class SimExecutor:
         """Let logical time pass."""
         self._clock.sleep_until(t_s)
 
-    def arrivals(self) -> list[int]:
-        """Payloads that were fetched and have arrived since the last call."""
-        return self._clock.arrivals()
+    def stored(self) -> Sequence[Label]:
+        """Nothing: no disk outlives a simulation."""
+        return ()
+
+    def arrived(self) -> Arrived:
+        """What has been fetched, loaded and saved since the last call."""
+        return self._clock.arrived()
 
     def await_arrival(self, until_s: float) -> None:
-        """Let logical time pass until the next payload arrives, or to until_s."""
+        """Let logical time pass until the next order is done, or to until_s."""
         self._clock.await_arrival(until_s)
+
+    def close(self) -> None:
+        """Nothing is to be stopped."""
 
     def timed(self) -> list[Transferred]:
         """Transfers that have ended since the last call."""
@@ -89,7 +98,7 @@ class SimExecutor:
         self, plan: StepPlan, who: Sequence[int], moves: Moves = STILL
     ) -> _Ticket:
         """Look up what the launch samples; time passes when it is read."""
-        self._clock.fetch(moves)
+        self._clock.submit(moves)
         steps = self._shape.decode_steps
         columns = [[0] * steps] * plan.rows
         counts, done = [0] * plan.rows, [False] * plan.rows

@@ -7,6 +7,7 @@ decides anything, and never sees a request.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,18 +21,26 @@ from jaxserve.config import EngineShape, bucket
 from jaxserve.device.state import EngineState
 from jaxserve.device.step import num_compiled
 from jaxserve.device.transfer import compiled
+from jaxserve.executors.disk import Disk
+from jaxserve.kv_tiers.disk_store import DiskStore
 from jaxserve.kv_tiers.host_pool import HostPool
 from jaxserve.models.base import Model
-from jaxserve.moves import Moves, Restore, Transferred
+from jaxserve.moves import Arrived, Fetch, Moves, Restore, Save, Transferred
 
 Blocks = dict[str, jax.Array]
 """Contents of blocks on the device, [fold, E, ...] for each group of pages."""
 
 
 class Transfers:
-    """Spills, fetches and restores of one executor."""
+    """Spills, fetches and restores of one executor.
 
-    def __init__(self, model: Model, shape: EngineShape):
+    Args:
+      store: blocks on disk; None = there is none.
+    """
+
+    def __init__(
+        self, model: Model, shape: EngineShape, store: DiskStore | None = None
+    ):
         self._shape = shape
         self._sizes = shape.transfer_buckets
         self._spill, self._restore = compiled(model, shape)
@@ -39,12 +48,15 @@ class Transfers:
         self._pages = model.page_shapes(shape.num_blocks, shape.block_size)
         self._host = HostPool()
         self._copier: ThreadPoolExecutor | None = None
-        # Payloads on their way to the device or there, as one program takes them.
-        self._staged: dict[tuple[int, ...], Future[Blocks]] = {}
-        self._coming: list[tuple[int, ...]] = []  # of those, not told as arrived
-        self._stage_s: dict[tuple[int, ...], float] = {}  # the copying thread's
+        # Blocks of each fetch on their way to the device or there, in the pieces that
+        # one program takes.
+        self._staged: dict[int, Future[list[Blocks]]] = {}
+        self._stage_s: dict[int, float] = {}  # the copying thread's
+        self._fetched: deque[int] = deque()  # not told yet
         self._timed: deque[Transferred] = deque()
+        self._wake = threading.Event()
         self._last: Future | None = None  # raises what went wrong in the thread
+        self._disk = Disk(store, self._host, self._timed, self._wake) if store else None
 
     @property
     def _programs(self) -> int:
@@ -102,58 +114,86 @@ class Transfers:
     # Back -----------------------------------------------------------------------------
 
     def settle(self, state: EngineState, moves: Moves) -> EngineState:
-        """What follows a launch: restores, fetches, drops. Donates the state."""
+        """What follows a launch: restores, fetches, disk, drops. Donates the state."""
         for order in moves.restore:
             state = self._give_back(state, order)
-        for names in self._parts(moves.fetch):
-            self._staged[tuple(names)] = self._do(self._stage, tuple(names))
-            self._coming.append(tuple(names))
+        for fetch in moves.fetch:
+            self._staged[fetch.number] = self._do(self._stage, fetch)
+        for number in moves.cancel:
+            del self._staged[number]
+            self._do(self._forget_fetch, number)
+        if moves.save or moves.load or moves.erase:
+            self._to_disk(moves)
         if moves.drop:
-            self._do(self._forget, moves.drop)
-            gone = set(moves.drop)
-            # Whoever shares some of them fetches, or has fetched, its own.
-            for names in [n for n in self._staged if not gone.isdisjoint(n)]:
-                del self._staged[names]
-            self._coming = [names for names in self._coming if names in self._staged]
+            self._do(self._host.drop, moves.drop)
         return state
 
-    def _stage(self, names: tuple[int, ...]) -> Blocks:
+    def _to_disk(self, moves: Moves) -> None:
+        if self._disk is None:
+            raise ValueError(
+                "num_disk_blocks has blocks written to disk, but the executor has no "
+                "disk; set disk_cache_dir, or give it a DiskStore"
+            )
+        if moves.save:
+            for save in moves.save:
+                self._disk.expect(save.name)
+            self._do(self._hand_over, moves.save)
+        if moves.load:
+            self._disk.load(moves.load)
+        if moves.erase:
+            self._do(self._disk.erase, moves.erase)
+
+    def _hand_over(self, saves: Sequence[Save]) -> None:
+        """Have payloads written, now that they are on the host."""
+        assert self._disk is not None
+        blocks = [(save.label, self._host.one(save.name)) for save in saves]
+        self._disk.save([save.name for save in saves], blocks)
+
+    def _stage(self, fetch: Fetch) -> list[Blocks]:
         """Copy payloads to the device."""
         start_s = time.perf_counter()
-        size = bucket(len(names), self._sizes)
-        blocks = jax.device_put(dict(self._host.get(names, size)))
-        jax.block_until_ready(blocks)
-        self._stage_s[names] = time.perf_counter() - start_s
-        return blocks
+        pieces = []
+        for names in self._parts(fetch.names):
+            size = bucket(len(names), self._sizes)
+            pieces.append(jax.device_put(dict(self._host.get(names, size))))
+        jax.block_until_ready(pieces)
+        self._stage_s[fetch.number] = time.perf_counter() - start_s
+        self._fetched.append(fetch.number)
+        self._wake.set()
+        return pieces
 
     def _give_back(self, state: EngineState, order: Restore) -> EngineState:
-        first = order.first
-        # One piece at least, for the length, though every column may be there.
-        for names in self._parts(order.names) if order.names else [()]:
-            staged = self._staged.get(tuple(names))
-            if not names:
-                blocks = self._nothing(self._sizes[0])
-            elif staged is None:  # fetched in other pieces than it is restored in
-                blocks = self._do(self._stage, tuple(names)).result()
-            else:
-                blocks = staged.result()
-            what = (order.slot, first, len(names), order.length, order.last)
-            before = state.pool.num_free + 0
-            state = self._restore(state, np.array(what, np.int32), blocks)
-            if names:
-                after = state.pool.num_free + 0
-                self._do(self._time_restore, tuple(names), before, after)
-            first += len(names)
+        has = order.first
+        if not order.fetches:  # every column is there: for its length
+            what = (order.slot, has, 0, 0, order.length, order.last)
+            blocks = self._nothing(self._sizes[0])
+            return self._restore(state, np.array(what, np.int32), blocks)
+        for fetch in order.fetches:
+            state = self._give_back_part(state, order, fetch)
         return state
 
-    def _time_restore(
-        self, names: tuple[int, ...], before: jax.Array, after: jax.Array
-    ) -> None:
+    def _give_back_part(
+        self, state: EngineState, order: Restore, fetch: Fetch
+    ) -> EngineState:
+        before = state.pool.num_free + 0
+        pieces = self._staged.pop(fetch.number).result()
+        has, start = order.first, fetch.first
+        for names, blocks in zip(self._parts(fetch.names), pieces, strict=True):
+            skip = min(max(has - start, 0), len(names))
+            if skip < len(names):
+                what = (order.slot, start, len(names), skip, order.length, order.last)
+                state = self._restore(state, np.array(what, np.int32), blocks)
+            start += len(names)
+        after = state.pool.num_free + 0
+        self._do(self._time_restore, fetch, before, after)
+        return state
+
+    def _time_restore(self, fetch: Fetch, before: jax.Array, after: jax.Array) -> None:
         jax.block_until_ready(before)
         start_s = time.perf_counter()
         jax.block_until_ready(after)
-        seconds = self._stage_s.pop(names) + time.perf_counter() - start_s
-        self._timed.append(Transferred("in", names, seconds, 0.0))
+        seconds = self._stage_s.pop(fetch.number) + time.perf_counter() - start_s
+        self._timed.append(Transferred("in", fetch.names, seconds, 0.0, fetch.number))
 
     def _nothing(self, size: int) -> Blocks:
         """Blocks that do not count, on the device as those that were fetched."""
@@ -167,25 +207,51 @@ class Transfers:
             }
         )
 
-    def _forget(self, names: Sequence[int]) -> None:
-        self._host.drop(names)
-        gone = set(names)
-        for staged in [n for n in self._stage_s if not gone.isdisjoint(n)]:
-            del self._stage_s[staged]
+    def _forget_fetch(self, number: int) -> None:
+        self._stage_s.pop(number, None)
 
-    def arrivals(self) -> list[int]:
-        """Payloads fetched that have reached the device since the last call."""
-        there = [names for names in self._coming if self._staged[names].done()]
-        self._coming = [names for names in self._coming if names not in there]
-        return [name for names in there for name in names]
+    # Reports --------------------------------------------------------------------------
+
+    def arrived(self) -> Arrived:
+        """What has been fetched, loaded and saved since the last call, and what other
+        engines did to the directory."""
+        self._wake.clear()  # before looking: what comes meanwhile sets it again
+        fetched = [self._fetched.popleft() for _ in range(len(self._fetched))]
+        if self._disk is None:
+            return Arrived(fetches=tuple(fetched))
+        done = self._disk.done()
+        found, gone = self._disk.changes()
+        return Arrived(
+            tuple(fetched),
+            tuple(name for name, made_it in done if made_it),
+            tuple(name for name, made_it in done if not made_it),
+            tuple(found),
+            tuple(gone),
+        )
+
+    def wait(self, arrived: Arrived) -> Arrived:
+        """What became of orders that are done on another clock."""
+        if self._disk is None:
+            return arrived
+        done = [(name, self._disk.wait(name)) for name in arrived.done]
+        return arrived._replace(
+            done=tuple(name for name, made_it in done if made_it),
+            failed=tuple(name for name, made_it in done if not made_it),
+        )
 
     def await_arrival(self, most_s: float) -> None:
-        """Wait for a payload that was fetched, but no longer than so many seconds."""
-        end_s = time.perf_counter() + most_s
-        while not any(self._staged[names].done() for names in self._coming):
-            if time.perf_counter() >= end_s:
-                return
-            time.sleep(0.0002)  # a block or two
+        """Wait until there is more to tell, but no longer than so many seconds."""
+        # A timeout beyond what a lock takes is as good as none.
+        self._wake.wait(min(max(most_s, 0.0), 3600.0))
+
+    def close(self) -> None:
+        """Finish what is under way, and stop the threads."""
+        if self._copier is not None:
+            self._copier.shutdown(wait=True)
+            self._copier = None
+        if self._disk is not None:
+            self._disk.close()
+            self._disk = None
 
     def timed(self) -> list[Transferred]:
         """Copies that have ended since the last call."""
@@ -197,6 +263,6 @@ class Transfers:
         nowhere = (shape.max_slots, shape.max_blocks_per_slot, shape.num_handles)
         for size in self._sizes:
             self._spill(state, np.array([nowhere] * size, np.int32))
-            order = np.array((shape.max_slots, 0, 0, 0, 0), np.int32)
+            order = np.array((shape.max_slots, 0, 0, 0, 0, 0), np.int32)
             state = self._restore(state, order, self._nothing(size))
         return state

@@ -18,7 +18,6 @@ class HostPool:
 
     def __init__(self) -> None:
         self._payloads: dict[int, Payload] = {}
-        self._unwanted: set[int] = set()  # dropped before they came
 
     def __len__(self) -> int:
         return len(self._payloads)
@@ -26,10 +25,16 @@ class HostPool:
     def put(self, names: Sequence[int], blocks: Payload) -> None:
         """Keep blocks [fold, E, ...], the first of which bear these names."""
         for i, name in enumerate(names):
-            if name in self._unwanted:
-                self._unwanted.remove(name)
-            else:  # copied, for the blocks come with padding
-                self._payloads[name] = {k: v[:, i].copy() for k, v in blocks.items()}
+            # Copied, for the blocks come with padding.
+            self._payloads[name] = {k: v[:, i].copy() for k, v in blocks.items()}
+
+    def add(self, name: int, payload: Payload) -> None:
+        """Keep one block, as it is."""
+        self._payloads[name] = payload
+
+    def one(self, name: int) -> Payload:
+        """The block of a name."""
+        return self._payloads[name]
 
     def get(self, names: Sequence[int], size: int) -> Payload:
         """Blocks [fold, size, ...] that begin with those of these names."""
@@ -45,7 +50,6 @@ class HostPool:
         return out
 
     def drop(self, names: Iterable[int]) -> None:
-        """Forget payloads, those that have not come yet included."""
+        """Forget payloads."""
         for name in names:
-            if self._payloads.pop(name, None) is None:
-                self._unwanted.add(name)
+            del self._payloads[name]

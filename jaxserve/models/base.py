@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from jaxserve.config import EngineConfig
+from jaxserve.kv_tiers.block_file import file_bytes
 
 Params = Any
 """A pytree of arrays; always an argument of a jitted function, never closed over."""
@@ -84,15 +85,21 @@ def block_bytes(model: Model, block_size: int) -> int:
 
 
 def num_swap_blocks(model: Model, config: EngineConfig) -> int:
-    """Host blocks for swapped requests: as configured, or what swap_space_bytes
-    holds."""
-    if config.preemption_mode == "recompute":
-        return 0
+    """Host blocks below the device: as configured, or what swap_space_bytes holds."""
     if config.num_swap_blocks is not None:
         return config.num_swap_blocks
     if not config.swap_space_bytes:
         return 0
     return config.swap_space_bytes // block_bytes(model, config.block_size)
+
+
+def num_disk_blocks(model: Model, config: EngineConfig) -> int:
+    """Blocks on disk: as configured, or what disk_cache_bytes holds."""
+    if config.num_disk_blocks is not None:
+        return config.num_disk_blocks
+    if not config.disk_cache_bytes:
+        return 0
+    return config.disk_cache_bytes // file_bytes(block_bytes(model, config.block_size))
 
 
 def num_blocks(model: Model, config: EngineConfig) -> int:

@@ -51,8 +51,9 @@ class Budget:
 
     def evict(self, plan: PlanBuilder, handle: int) -> None:
         """Forget a cached block that nobody uses; the plan has room to retire it."""
-        self._swaps.evict(plan, handle, self._index.key(handle))
+        label = self._index.label(handle)
         self._index.evict(handle)
+        self._swaps.evicted(plan, handle, label)
         plan.retire.append(handle)
         self.count.retire(1)
 

@@ -7,20 +7,21 @@ the decisions whose outcome is open. Never sees a clock or a payload's contents.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from jaxserve.core import Event, StepOutput
-from jaxserve.moves import Transferred
+from jaxserve.moves import Moves, Transferred
 from jaxserve.scheduling.preemption import (
     Fit,
     Mode,
+    Queues,
     Rates,
     Victim,
+    Way,
+    choose,
+    costs_s,
     prefill_pairs,
-    recompute_s,
-    swap_s,
-    swaps,
 )
 from jaxserve.scheduling.running import Launch, Running
 
@@ -32,6 +33,7 @@ class Loss(NamedTuple):
       input_tokens: of its prompt. rows: KV rows.
       blocks: that hold them. named: leading ones with a name, which stay cached.
       shared: of those, the ones that other running requests use.
+      stored: of the others, the ones that are below the device too.
     """
 
     input_tokens: int
@@ -39,6 +41,7 @@ class Loss(NamedTuple):
     blocks: int
     named: int
     shared: int
+    stored: int = 0
 
 
 @dataclasses.dataclass
@@ -48,23 +51,24 @@ class Decision:
     Attributes:
       mode: what was chosen.
       lost: what the victim held.
-      predicted_s, other_s: what it, and the other way, would cost.
+      predicted_s, other_s: what it, and the best other way, would cost.
       actual_s: what it has cost so far.
       stay: the request's next one, once it has a slot again.
-      names: payloads that were copied for it.
+      names: payloads that were copied for it. fetches: numbers of its own.
     """
 
-    mode: Literal["recompute", "swap"]
+    mode: Way
     lost: Loss
     predicted_s: float
     other_s: float
     actual_s: float = 0.0
     stay: Running | None = None
     names: list[int] = dataclasses.field(default_factory=list)
+    fetches: list[int] = dataclasses.field(default_factory=list)
 
 
 class Decisions:
-    """The choice between swap and recompute.
+    """The choice between swap, disk and recompute.
 
     Args:
       mode: always one, or a rule.
@@ -74,56 +78,111 @@ class Decisions:
     def __init__(self, mode: Mode, block_size: int):
         self._mode: Mode = mode
         self._size = block_size
-        self._survival = 1.0  # of named blocks until their request comes back
+        # Share of named blocks that are found when their request comes back: on the
+        # device, or in any tier where it is computed again.
+        self._survival = {"recompute": 1.0, "copied": 1.0}
         # Seconds of a launch with prompt tokens: steps, prompt tokens, tokens they
         # attend to, decode rows, KV rows those attend to.
         self._launch = Fit((5e-3, 2e-4, 1e-7, 2e-4, 1e-7))
         # Seconds of a transfer: 1, blocks.
-        self._ways = {"out": Fit((1e-4, 1e-4)), "in": Fit((1e-4, 1e-4))}
+        self._ways = {
+            "out": Fit((1e-4, 1e-4)),
+            "in": Fit((1e-4, 1e-4)),
+            "save": Fit((1e-3, 1e-3)),
+            "load": Fit((1e-3, 1e-3)),
+        }
+        # Seconds that a transfer has waited for others, of late. On the way down the
+        # queue is known; when a victim comes back, nobody knows who will be there.
+        self._wait_s = {"in": 0.0, "load": 0.0}
         self._open: dict[int, Decision] = {}  # by submission index
         self._payloads: dict[int, int] = {}  # whose each one is
+        self._fetches: dict[int, int] = {}  # whose each one is
         self._leaving: set[int] = set()  # payloads not on the host yet
+        self._saving: set[int] = set()  # and not on disk
 
     def holds_nothing(self) -> bool:
-        """Whether no map has an entry left."""
-        return not (self._open or self._payloads or self._leaving)
+        """Whether no map has an entry of a request left."""
+        return not (self._open or self._payloads or self._fetches)
 
     @property
     def rates(self) -> Rates:
         """What this machine takes, as far as it is known."""
         _, token_s, pair_s, _, _ = self._launch.coefficients.tolist()
-        out_fixed, out_s = self._ways["out"].coefficients.tolist()
-        in_fixed, in_s = self._ways["in"].coefficients.tolist()
-        return Rates(token_s, pair_s, out_s, in_s, (out_fixed + in_fixed) / 2)
+        fixed, block = {}, {}
+        for way, fit in self._ways.items():
+            fixed[way], block[way] = fit.coefficients.tolist()
+        return Rates(
+            token_s,
+            pair_s,
+            out_s=block["out"],
+            in_s=block["in"],
+            transfer_s=(fixed["out"] + fixed["in"]) / 2,
+            save_s=block["save"],
+            load_s=block["load"],
+            disk_transfer_s=(fixed["save"] + fixed["load"]) / 2,
+        )
 
-    def choose(self, index: int, lost: Loss, *, room: bool) -> bool:
-        """Whether to swap a victim; remembers what was expected.
+    def compute_s(self, column: int) -> float:
+        """Seconds to compute the block of a column, its prefix being there."""
+        _, token_s, pair_s, _, _ = self._launch.coefficients.tolist()
+        start = column * self._size
+        pairs = prefill_pairs(start, start + self._size)
+        return self._size * token_s + pairs * pair_s
+
+    def choose(self, index: int, lost: Loss, room: Collection[Way]) -> Way:
+        """How to preempt a victim; remembers what was expected.
 
         Args:
-          room: whether the host has room for its blocks.
+          room: ways for which there is room.
         """
         self.forget(index)  # what it lost before, it has not got back
         rates = self.rates
-        kept = lost.shared + self._survival * (lost.named - lost.shared)
+        mine = lost.named - lost.shared
+        cached = lost.shared + self._survival["recompute"] * mine
+        leave = 1.0 - self._survival["copied"]
+        private = lost.blocks - lost.named
         victim = Victim(
-            lost.input_tokens, lost.rows, kept * self._size, lost.blocks - kept
+            lost.input_tokens,
+            lost.rows,
+            kept_tokens=cached * self._size,
+            blocks=private + leave * mine,
+            stored=leave * lost.stored,
         )
-        queue_s = len(self._leaving) * rates.out_s
-        swap = room and swaps(self._mode, victim, rates, queue_s)
-        copy_s, compute_s = swap_s(victim, rates, queue_s), recompute_s(victim, rates)
-        if swap:
-            self._open[index] = Decision("swap", lost, copy_s, compute_s)
-        else:
-            self._open[index] = Decision("recompute", lost, compute_s, copy_s)
-        return swap
+        queues = Queues(
+            len(self._leaving) * rates.out_s + self._wait_s["in"],
+            len(self._saving) * rates.save_s + self._wait_s["load"],
+        )
+        way = choose(self._mode, victim, rates, queues, room)
+        costs = costs_s(victim, rates, queues)
+        other_s = min(cost for other, cost in costs.items() if other != way)
+        self._open[index] = Decision(way, lost, costs[way], other_s)
+        return way
 
-    def spill(self, copied: Iterable[tuple[int, int]]) -> None:
-        """Payloads leave for the host, each for a request."""
+    def move(
+        self,
+        moves: Moves,
+        copied: Iterable[tuple[int, int]],
+        owner: Callable[[int], int | None],
+    ) -> None:
+        """Payloads leave.
+
+        Args:
+          copied: (for which request, payload) of those that are copied for one.
+          owner: whose fetch a number is.
+        """
+        for fetch in moves.fetch:
+            index = owner(fetch.number)
+            if index is not None and index in self._open:
+                self._fetches[fetch.number] = index
+                self._open[index].fetches.append(fetch.number)
+        self._leaving.update(spill.name for spill in moves.spill)
+        self._saving.update(save.name for save in moves.save)
         for index, name in copied:
-            self._leaving.add(name)
             if index in self._open:
                 self._payloads[name] = index
                 self._open[index].names.append(name)
+        self._leaving.difference_update(moves.drop)
+        self._saving.difference_update(moves.drop)
 
     def resume(self, stay: Running) -> None:
         """A preempted request has a slot again."""
@@ -135,7 +194,8 @@ class Decisions:
         if lost.named > lost.shared:
             kept = stay.cached // self._size - lost.shared
             share = min(max(kept / (lost.named - lost.shared), 0.0), 1.0)
-            self._survival += (share - self._survival) / 8
+            way = "recompute" if decision.mode == "recompute" else "copied"
+            self._survival[way] += (share - self._survival[way]) / 8
 
     def forget(self, index: int) -> None:
         """A request ended, or lost what was kept for it: no outcome will be known."""
@@ -146,26 +206,32 @@ class Decisions:
         decision = self._open.pop(index)
         for name in decision.names:
             del self._payloads[name]
+        for number in decision.fetches:
+            self._fetches.pop(number, None)
         return decision
-
-    def drop(self, names: Iterable[int]) -> None:
-        """Payloads are not needed any more."""
-        self._leaving.difference_update(names)
 
     # Measured -------------------------------------------------------------------------
 
     def transferred(self, transfers: Sequence[Transferred]) -> None:
         """Take in copies that have ended."""
-        for way, names, seconds, waited_s in transfers:
+        for way, names, seconds, waited_s, number in transfers:
             self._ways[way].observe((1, len(names)), max(seconds, 1e-9))
+            if way == "in":
+                fetcher = self._fetches.get(number)
+                owners = [] if fetcher is None else [fetcher] * len(names)
+            else:
+                owners = [self._payloads[n] for n in names if n in self._payloads]
+            if way in self._wait_s:
+                self._wait_s[way] += (waited_s - self._wait_s[way]) / 8
             share_s = seconds / len(names)
-            owners = [self._payloads[name] for name in names if name in self._payloads]
             for index in owners:
                 self._open[index].actual_s += share_s
             for index in set(owners):
                 self._open[index].actual_s += waited_s
             if way == "out":
                 self._leaving.difference_update(names)
+            elif way == "save":
+                self._saving.difference_update(names)
 
     def computed(
         self, launch: Launch, output: StepOutput, seconds: float, time_s: float

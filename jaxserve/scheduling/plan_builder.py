@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.config import EngineShape
 from jaxserve.core import ADMIT_FIELDS, Request, StepPlan, empty_plan, random_seed
-from jaxserve.moves import Moves, Restore, Spill
+from jaxserve.moves import Fetch, Label, Load, Moves, Restore, Save, Spill
 
 
 class PlanBuilder:
@@ -30,7 +30,11 @@ class PlanBuilder:
         # slot, steps allowed, first position, token ids
         self.spill: list[Spill] = []
         self.restore: list[Restore] = []
-        self.fetch: list[int] = []
+        self.fetch: list[Fetch] = []
+        self.cancel: list[int] = []
+        self.save: list[Save] = []
+        self.load: list[Load] = []
+        self.erase: list[Label] = []
         self.drop: list[int] = []
 
     @property
@@ -51,13 +55,22 @@ class PlanBuilder:
         """Whether the plan would do nothing."""
         rows = self.decode_rows or self.chunk_rows or self.admit
         edits = self.seal or self.release or self.retire
-        return not (rows or edits or self.fetch or self.drop)
+        up = self.fetch or self.cancel or self.load
+        down = self.spill or self.save or self.erase or self.drop
+        return not (rows or edits or up or down)
 
     @property
     def moves(self) -> Moves:
-        """What crosses between device and host around this launch."""
+        """What crosses between device, host and disk around this launch."""
         return Moves(
-            tuple(self.spill), tuple(self.restore), tuple(self.fetch), tuple(self.drop)
+            spill=tuple(self.spill),
+            restore=tuple(self.restore),
+            fetch=tuple(self.fetch),
+            cancel=tuple(self.cancel),
+            save=tuple(self.save),
+            load=tuple(self.load),
+            erase=tuple(self.erase),
+            drop=tuple(self.drop),
         )
 
     def spill_column(self, name: int, slot: int, column: int) -> None:

@@ -8,16 +8,20 @@ the time's passing; a planner lives for one plan.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from jaxserve.config import EngineConfig, EngineShape
 from jaxserve.core import Event, Request
 from jaxserve.scheduling.decisions import Decisions, Loss
+from jaxserve.scheduling.incoming import Coming, Incoming
 from jaxserve.scheduling.plan_builder import PlanBuilder
+from jaxserve.scheduling.preemption import Way
 from jaxserve.scheduling.ranking import Ranking
 from jaxserve.scheduling.residents import Residents, Restored
 from jaxserve.scheduling.running import Row, Running
 from jaxserve.scheduling.swap_space import SwapSpace
+from jaxserve.scheduling.tiers import Place
 
 
 @dataclasses.dataclass
@@ -25,11 +29,14 @@ class Counters:
     """Totals since the scheduler was made; tokens unless named otherwise."""
 
     prefix_queries_tokens: int = 0  # prompt tokens looked up at first admissions
-    prefix_hits_tokens: int = 0  # those found
+    prefix_hits_tokens: int = 0  # those found, in any tier
+    host_hits_tokens: int = 0  # of these, copied back from the host
+    disk_hits_tokens: int = 0  # and read from disk
     resumed_hits_tokens: int = 0  # context tokens found by resumed requests
     recomputed_tokens: int = 0  # context tokens computed again by resumed requests
     preemptions: int = 0  # requests that lost their slot
     preemptions_by_swap: int = 0  # those whose KV went to the host
+    preemptions_by_disk: int = 0  # and to disk
     spilled_blocks: int = 0  # copied to the host
     restored_blocks: int = 0  # copied back
     dropped_tokens: int = 0  # sampled after a stop string or an abort
@@ -51,6 +58,23 @@ class Books:
     events: list[Event] = dataclasses.field(default_factory=list)
 
 
+class Below(NamedTuple):
+    """What a waiting request can get from below the device.
+
+    Attributes:
+      restored: what has come for it.
+      places: what it should ask for.
+      waits: whether something is on its way.
+    """
+
+    restored: Restored | None = None
+    places: Sequence[Place] = ()
+    waits: bool = False
+
+
+WAITS = Below(waits=True)
+
+
 class Planner:
     """Fills one plan.
 
@@ -65,6 +89,7 @@ class Planner:
         shape: EngineShape,
         residents: Residents,
         swaps: SwapSpace,
+        incoming: Incoming,
         ranking: Ranking,
         books: Books,
         plan: PlanBuilder,
@@ -75,6 +100,7 @@ class Planner:
         self._shape = shape
         self._residents = residents
         self._swaps = swaps
+        self._incoming = incoming
         self._ranking = ranking
         self._books = books
         self._plan = plan
@@ -184,42 +210,58 @@ class Planner:
         return row
 
     def _preempt(self, victim: Running) -> None:
-        """Take the victim's slot and blocks; what it computed is kept on the host, or
-        found in the cache, or computed again."""
+        """Take the victim's slot and blocks; what it computed is kept below the device,
+        or found in the cache, or computed again."""
         request, slot, lost = victim.request, victim.slot, victim.planned
+        residents, index = self._residents, self._residents.index
         self._to_decode.discard(request.index)
-        swap = self._swaps_out(victim)
-        self._residents.release(self._plan, victim)
-        if swap:
-            named, pins = victim.handles, self._residents.index.pins
-            columns = range(len(named), self._shape.blocks(lost))
-            promised = sum(pins(handle) == 0 for handle in named)
-            self._swaps.take(self._plan, victim, columns, promised)
+        residents.release(self._plan, victim)  # names what can be named
+        way = self._way_out(victim)
+        if way != "recompute":
+            mine = [h for h in victim.handles if index.pins(h) == 0]
+            columns = range(len(victim.handles), self._shape.blocks(lost))
+            if way == "swap":
+                self._swaps.take(self._plan, victim, columns, len(mine))
+            else:
+                labels = [(h, index.label(h)) for h in mine]
+                named = [(h, label) for h, label in labels if label is not None]
+                self._swaps.take_to_disk(self._plan, victim, columns, named)
         request.preemptions += 1
         self._books.counters.preemptions += 1
-        self._books.counters.preemptions_by_swap += swap
-        self._books.keys[request.index] = victim.keys
+        self._books.counters.preemptions_by_swap += way == "swap"
+        self._books.counters.preemptions_by_disk += way == "disk"
+        current = victim.weight_version == residents.weight_version
+        self._books.keys[request.index] = victim.keys if current else []
         self._ranking.touch(request)
-        mode = "swap" if swap else "recompute"
-        self._tell("preempted", request, slot=slot, mode=mode, lost_tokens=lost)
+        self._tell("preempted", request, slot=slot, mode=way, lost_tokens=lost)
         self.admitting = False
 
-    def _swaps_out(self, victim: Running) -> bool:
-        """Whether to keep a victim's KV on the host."""
+    def _way_out(self, victim: Running) -> Way:
+        """What becomes of the KV of a victim that has left its slot."""
         pins, shape = self._residents.index.pins, self._shape
         # Blocks that another running request uses stay whatever happens. Of the others
         # nobody knows, so room is needed for all of them.
-        shared = sum(pins(handle) > 1 for handle in victim.handles)
+        shared = sum(pins(handle) > 0 for handle in victim.handles)
         blocks = shape.blocks(victim.planned)
+        tiers, index = self._swaps.tiers, self._residents.index
+        labels = [index.label(h) for h in victim.handles if pins(h) == 0]
+        stored = sum(label is not None and tiers.holds(label.key) for label in labels)
         lost = Loss(
             input_tokens=len(victim.request.prompt),
             rows=victim.planned,
             blocks=blocks,
             named=len(victim.handles),
             shared=shared,
+            stored=stored,
         )
-        room = blocks - shared <= self._swaps.free
-        return self._books.decisions.choose(victim.request.index, lost, room=room)
+        room: list[Way] = ["recompute"]
+        if victim.weight_version == self._residents.weight_version:
+            if blocks - shared <= tiers.room_in_pool():
+                room.append("swap")
+            # What is there of it can no longer make room for the rest.
+            if tiers.has_disk and blocks <= tiers.room_on_disk():
+                room.append("disk")
+        return self._books.decisions.choose(victim.request.index, lost, room)
 
     def _preempt_behind(self, running: Running) -> None:
         """Make a block possible from running requests behind, farthest first."""
@@ -243,18 +285,20 @@ class Planner:
             return None
         keys = self._books.keys[index]
         usable, hits = residents.match(request, keys)
-        restored = None
-        if index in self._swaps.waiting:
-            restored = self._to_restore(request, len(hits))
-            if restored is None:
-                self._swaps.drop(index)
-                self._books.decisions.forget(index)
-        if restored:
-            missing = not self._swaps.has_arrived(restored.names)
-            if missing and self._swaps.fetches(index, restored.names):
-                return None  # others may pass until it has arrived
-        elif len(hits) < usable and residents.produced_soon(keys[len(hits)]):
-            return None  # another computes its next block: wait, then share it
+        swapped = index in self._swaps.waiting
+        below = self._swapped_below(request, len(hits)) if swapped else None
+        if swapped and below is None:
+            self._swaps.drop(index)
+            self._books.decisions.forget(index)
+            swapped = False
+        if below is None:
+            below = self._cached_below(request, keys, len(hits), usable)
+        if below.waits:
+            return None  # others may pass until it has come
+        restored = below.restored
+        if not (restored or swapped) and len(hits) < usable:
+            if residents.produced_soon(keys[len(hits)]):
+                return None  # another computes its next block: wait, then share it
         if not self._plan.can_adopt(len(hits)):
             return None
         residents.index.pin(hits)
@@ -266,9 +310,9 @@ class Planner:
             else:
                 self.admitting = False
             return None
-        if restored and not self._swaps.has_arrived(restored.names):
-            residents.index.unpin(hits)  # there is room: now it is worth fetching
-            self._swaps.fetch(self._plan, index, restored.names)
+        # There is room: now what is below is worth fetching.
+        if below.places and self._ask(request, keys, len(hits), below.places, swapped):
+            residents.index.unpin(hits)
             return None
         for victim in victims:
             self._preempt(victim)
@@ -276,36 +320,119 @@ class Planner:
             passed.skipped += 1
         if restored:
             # Its blocks must be free when the launch ends, not only possible.
-            need = len(restored.names)
+            need = self._shape.blocks(restored.rows) - len(hits)
             if residents.budget.secure(self._plan, need) < need:
                 residents.index.unpin(hits)
                 return None  # more than a plan can evict; the next one goes on
         running = self.take(request, hits, restored)
         if restored:
-            self._swaps.drop(index)
             self._restored.add(index)
-            self._books.counters.restored_blocks += len(restored.names)
             return None  # its row is the next launch's, when it has its blocks
         return self.place(running)
 
-    def _to_restore(self, request: Request, hits: int) -> Restored | None:
-        """What a swapped request gets back behind its cached columns.
+    def _ask(
+        self,
+        request: Request,
+        keys: list[bytes],
+        hits: int,
+        places: Sequence[Place],
+        swapped: bool,
+    ) -> bool:
+        """Whether a request's columns behind its cached ones are on their way now."""
+        # What a swapped request needs is kept for it already, and waits its turn.
+        pinned = [] if swapped else keys[: hits + len(places)]
+        return self._incoming.ask(
+            self._plan,
+            request.index,
+            hits,
+            places,
+            pinned,
+            self._now_s,
+            swapped=swapped,
+        )
+
+    def _cached_below(
+        self, request: Request, keys: list[bytes], hits: int, usable: int
+    ) -> Below:
+        """Cached blocks behind those that a request finds on the device."""
+        index, coming = request.index, self._incoming.get(request.index)
+        tiers = self._swaps.tiers
+        if coming and coming.swapped:
+            self._incoming.drop(index)  # of a swap that was lost
+            coming = None
+        if coming is None:
+            return Below(places=tiers.find(keys[hits:usable]))
+        if coming.waits:
+            return WAITS
+        if coming.given_up or coming.end <= hits:
+            if coming.arrived:
+                self._incoming.drop(index)  # others brought it
+            return Below()
+        if hits < coming.first:  # what was cached then has left the device
+            places = tiers.find(keys[hits : coming.first])
+            if len(places) < coming.first - hits:
+                self._incoming.drop(index)
+                return Below(places=places)
+            self._extend(request, keys, hits, places)
+            return WAITS
+        rows = coming.end * self._shape.block_size
+        return Below(self._give_back(coming, rows, request.num_tokens, hits))
+
+    def _swapped_below(self, request: Request, hits: int) -> Below | None:
+        """The columns of a swapped request behind those that it finds on the device.
 
         None: something of it is lost, or others have computed more of its prompt
         meanwhile than it had.
         """
-        stay = self._swaps.waiting[request.index].stay
+        index, coming = request.index, self._incoming.get(request.index)
+        stay = self._swaps.waiting[index].stay
         rows = stay.known_rows
-        if hits * self._shape.block_size > rows:
-            return None
-        columns = range(hits, self._shape.blocks(rows))
-        names = self._swaps.payloads(request.index, columns)
-        if names is None:
-            self._swaps.lost += 1
-            return None
+        end = self._shape.blocks(rows)
         # It goes on to decode, or with what its prompt still lacks.
         context = rows if stay.prefilled else request.num_tokens
-        return Restored(names, rows, context)
+        if hits * self._shape.block_size > rows:
+            return None
+        if hits == end:
+            self._incoming.drop(index)
+            return Below(Restored((), rows, context, 0, resumed=True))
+        if coming and coming.waits and coming.places:
+            return WAITS
+        if coming and coming.given_up:
+            self._swaps.lost += 1
+            return None
+        arrived = coming if coming and coming.arrived and coming.end == end else None
+        if arrived and arrived.first <= hits:
+            return Below(self._give_back(arrived, rows, context, hits))
+        # What was cached on the device has left it since.
+        missing = range(hits, arrived.first if arrived else end)
+        places = self._swaps.sources(index, missing)
+        if places is None:
+            self._swaps.lost += 1
+            return None
+        if places is True:
+            self._incoming.drop(index)
+            self._incoming.hold(index, self._now_s)
+            return WAITS
+        if arrived:
+            self._extend(request, [], hits, places)
+            return WAITS
+        self._incoming.drop(index)
+        return Below(places=places)
+
+    def _give_back(
+        self, coming: Coming, rows: int, context: int, hits: int
+    ) -> Restored:
+        fetches = tuple(fetch for fetch in coming.fetches if fetch.end > hits)
+        disk = coming.from_disk(hits)
+        return Restored(fetches, rows, context, disk, resumed=coming.swapped)
+
+    def _extend(
+        self, request: Request, keys: list[bytes], hits: int, places: Sequence[Place]
+    ) -> None:
+        """Ask for columns before those that have come."""
+        pinned = keys[: hits + len(places)] if keys else []
+        index, now_s = request.index, self._now_s
+        self._incoming.extend(self._plan, index, places, pinned, now_s)
 
     def hits(self, request: Request) -> list[int]:
         """Handles of the cached columns that a waiting request can adopt in this plan,
@@ -321,9 +448,11 @@ class Planner:
         """Admit a request for which there is room; its cached columns are pinned."""
         keys = self._books.keys.pop(request.index)
         running = self._residents.take(self._plan, request, keys, hits, restored)
+        self._swaps.drop(request.index)
+        self._incoming.drop(request.index, restored.fetches if restored else ())
         self._ranking.touch(request)
         self._books.decisions.resume(running)
-        self._count_admission(request, running, restored=restored is not None)
+        self._count_admission(request, running, len(hits), restored)
         return running
 
     def _room_for(self, request: Request, hits: int) -> list[Running] | None:
@@ -353,23 +482,31 @@ class Planner:
             need -= residents.needs(victims[-1])
 
     def _count_admission(
-        self, request: Request, running: Running, *, restored: bool
+        self, request: Request, running: Running, hits: int, restored: Restored | None
     ) -> None:
-        cached, first = running.cached, request.num_cached_tokens is None
+        counters, size = self._books.counters, self._shape.block_size
+        first = request.num_cached_tokens is None
+        if restored:
+            blocks = self._shape.blocks(restored.rows) - hits
+            counters.restored_blocks += blocks
+            self._swaps.tiers.use(running.keys[: hits + blocks])
         if first:
-            request.num_cached_tokens = cached
-            self._books.counters.prefix_queries_tokens += len(request.prompt)
-            self._books.counters.prefix_hits_tokens += cached
+            request.num_cached_tokens = running.cached
+            counters.prefix_queries_tokens += len(request.prompt)
+            counters.prefix_hits_tokens += running.cached
+            if restored:
+                counters.host_hits_tokens += (blocks - restored.from_disk) * size
+                counters.disk_hits_tokens += restored.from_disk * size
         else:
-            self._books.counters.resumed_hits_tokens += cached
-            if not restored:
-                self._books.counters.recomputed_tokens += running.context - cached
+            counters.resumed_hits_tokens += running.cached
+            if restored is None or not restored.resumed:
+                counters.recomputed_tokens += running.context - running.cached
         self._tell(
             "admitted",
             request,
             slot=running.slot,
-            cached_tokens=cached,
-            restored_tokens=running.planned - cached,
+            cached_tokens=hits * size,
+            restored_tokens=running.planned - hits * size,
             context_tokens=running.context,
             first=first,
         )

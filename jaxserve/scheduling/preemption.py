@@ -1,4 +1,4 @@
-"""Swap or recompute: what each would cost a victim, in seconds.
+"""Swap, disk or recompute: what each would cost a victim, in seconds.
 
 Owns the formulas, and the fit of a machine's rates to what was measured. Never sees a
 request, a plan or a clock: facts come in as numbers.
@@ -11,14 +11,16 @@ growth.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-Mode = Literal["recompute", "swap", "auto", "article"]
-"""How a victim is preempted: always one way, or by a rule (see `swaps`)."""
+Mode = Literal["recompute", "swap", "disk", "auto", "article"]
+"""How victims are preempted: always one way, or by a rule (see `choose`)."""
 
+Way = Literal["recompute", "swap", "disk"]
+"""How one victim is."""
 
 _UNKNOWN = 1e8  # variance of a coefficient, in squares of its guess
 
@@ -29,14 +31,17 @@ class Victim(NamedTuple):
     Attributes:
       input_tokens: of its prompt.
       context_tokens: that it must have before it samples again: prompt and output.
-      kept_tokens: leading ones whose KV is expected to stay on the device.
-      blocks: the others', which would be copied.
+      kept_tokens: leading ones whose KV is expected to be found in the cache if it is
+        computed again.
+      blocks: that would be copied back if it is not.
+      stored: those of them that are below the device already.
     """
 
     input_tokens: int
     context_tokens: int
     kept_tokens: float
     blocks: float
+    stored: float = 0.0
 
 
 class Rates(NamedTuple):
@@ -47,6 +52,8 @@ class Rates(NamedTuple):
       pair_s: seconds of each token that a prompt token attends to.
       out_s, in_s: seconds of a block on its way to the host, and back.
       transfer_s: of any transfer.
+      save_s, load_s: seconds of a block from the host to disk, and back.
+      disk_transfer_s: of any transfer between them.
     """
 
     token_s: float
@@ -54,6 +61,19 @@ class Rates(NamedTuple):
     out_s: float = 0.0
     in_s: float = 0.0
     transfer_s: float = 0.0
+    save_s: float = 0.0
+    load_s: float = 0.0
+    disk_transfer_s: float = 0.0
+
+
+class Queues(NamedTuple):
+    """Seconds until a way is free."""
+
+    link_s: float = 0.0
+    disk_s: float = 0.0
+
+
+IDLE = Queues()
 
 
 def prefill_pairs(start: float, end: float) -> float:
@@ -74,24 +94,64 @@ def swap_s(victim: Victim, rates: Rates, queue_s: float = 0.0) -> float:
     Args:
       queue_s: until the link is free.
     """
-    ways_s = victim.blocks * (rates.out_s + rates.in_s)
+    out_s = (victim.blocks - victim.stored) * rates.out_s
+    ways_s = out_s + victim.blocks * rates.in_s
     return queue_s + 2 * rates.transfer_s + ways_s
 
 
-def swaps(mode: Mode, victim: Victim, rates: Rates, queue_s: float = 0.0) -> bool:
-    """Whether to swap.
+def disk_s(victim: Victim, rates: Rates, queues: Queues = IDLE) -> float:
+    """Seconds to copy a victim's blocks out to disk and in again."""
+    save_s = (victim.blocks - victim.stored) * rates.save_s
+    ways_s = save_s + victim.blocks * rates.load_s
+    there_s = queues.disk_s + 2 * rates.disk_transfer_s + ways_s
+    return swap_s(victim, rates, queues.link_s) + there_s
+
+
+def break_even_tokens_s(bandwidth: float, token_bytes: int) -> float:
+    """Prefill speed, in tokens a second, at which both ways take equally long, one way
+    over the link and all else left out: B / kappa. Below it swapping wins.
 
     Args:
-      mode: "auto" compares all that either way costs. "article" is a published rule of
+      bandwidth: of the link, bytes a second. token_bytes: KV bytes of a token.
+    """
+    return bandwidth / token_bytes
+
+
+def costs_s(victim: Victim, rates: Rates, queues: Queues = IDLE) -> dict[Way, float]:
+    """Seconds that each way takes."""
+    return {
+        "recompute": recompute_s(victim, rates),
+        "swap": swap_s(victim, rates, queues.link_s),
+        "disk": disk_s(victim, rates, queues),
+    }
+
+
+def choose(
+    mode: Mode,
+    victim: Victim,
+    rates: Rates,
+    queues: Queues = IDLE,
+    room: Collection[Way] = ("recompute", "swap", "disk"),
+) -> Way:
+    """How to preempt a victim.
+
+    Args:
+      mode: "auto" compares all that each way costs. "article" is a published rule of
         thumb, kept for study: M_KV / B < n_input / S, the bytes of all tokens over the
         link's bandwidth against the prompt's tokens over the prefill speed. It leaves
-        out the way to the host and the tokens generated.
+        out the way to the host and the tokens generated. What has no room on the host
+        goes to disk, and without room there it is computed again.
+      room: ways for which there is room; "recompute" needs none.
     """
-    if mode == "article":
-        return victim.blocks * rates.in_s < victim.input_tokens * rates.token_s
     if mode == "auto":
-        return swap_s(victim, rates, queue_s) < recompute_s(victim, rates)
-    return mode == "swap"
+        costs = costs_s(victim, rates, queues)
+        return min((way for way in costs if way in room), key=costs.__getitem__)
+    article = victim.blocks * rates.in_s < victim.input_tokens * rates.token_s
+    if mode == "recompute" or (mode == "article" and not article):
+        return "recompute"
+    if mode != "disk" and "swap" in room:
+        return "swap"
+    return "disk" if "disk" in room else "recompute"
 
 
 class Fit:

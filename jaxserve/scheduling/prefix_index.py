@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxserve.moves import Label
+
 DIGEST_BYTES = 16
 
 
@@ -30,6 +32,14 @@ def root_key(cache_salt: str | None, weight_version: int) -> bytes:
         for part in (tag, value):
             digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
+
+
+def salt_tag(cache_salt: str | None) -> bytes:
+    """A digest of a salt, which a file may bear; empty without one."""
+    if cache_salt is None:
+        return b""
+    text = b"jaxserve salt 1" + cache_salt.encode()
+    return hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
 
 
 def extend_keys(
@@ -60,7 +70,7 @@ class PrefixIndex:
         self._free = list(range(num_handles - 1, -1, -1))
         self._retired: list[int] = []  # usable again from the next plan on
         self._handle: dict[bytes, int] = {}
-        self._key: dict[int, bytes | None] = {}  # live handles; None = forgotten
+        self._label: dict[int, Label | None] = {}  # live handles; None = forgotten
         self._pins: dict[int, int] = {}
         self._fresh: set[int] = set()  # published by this plan; found from the next on
         self._idle: OrderedDict[int, None] = OrderedDict()  # unpinned, oldest first
@@ -68,7 +78,7 @@ class PrefixIndex:
     @property
     def live(self) -> int:
         """Handles that hold a block."""
-        return len(self._key)
+        return len(self._label)
 
     @property
     def evictable(self) -> int:
@@ -107,15 +117,15 @@ class PrefixIndex:
             self._pins[handle] -= 1
             if self._pins[handle] == 0:
                 self._idle[handle] = None
-                if self._key[handle] is None:  # forgotten: nothing left to keep it for
+                if self._label[handle] is None:  # forgotten: to be the next to go
                     self._idle.move_to_end(handle, last=False)
 
     def pins(self, handle: int) -> int:
         """How many chains hold the handle."""
         return self._pins[handle]
 
-    def publish(self, key: bytes, *, fresh: bool) -> int | None:
-        """A new handle for `key`, pinned once; None if every handle is in use.
+    def publish(self, label: Label, *, fresh: bool) -> int | None:
+        """A new handle for a key, pinned once; None if every handle is in use.
 
         Args:
           fresh: the block is written by this very plan, so it is found from the next
@@ -124,8 +134,8 @@ class PrefixIndex:
         if not self._free:
             return None
         handle = self._free.pop()
-        self._handle[key] = handle
-        self._key[handle] = key
+        self._handle[label.key] = handle
+        self._label[handle] = label
         self._pins[handle] = 1
         if fresh:
             self._fresh.add(handle)
@@ -136,23 +146,30 @@ class PrefixIndex:
         """The unpinned handle that was let go of first; there must be one."""
         return next(iter(self._idle))
 
-    def key(self, handle: int) -> bytes | None:
-        """The key of a live handle; None if `reset` forgot it."""
-        return self._key[handle]
+    def label(self, handle: int) -> Label | None:
+        """What a live handle names; None if `reset` forgot it."""
+        return self._label[handle]
+
+    def labels(self) -> list[tuple[int, Label]]:
+        """Every live handle that can be found, and what it names: the longest unused
+        first, those in use last."""
+        used = [handle for handle in self._label if handle not in self._idle]
+        labels = ((handle, self._label[handle]) for handle in [*self._idle, *used])
+        return [(handle, label) for handle, label in labels if label is not None]
 
     def evict(self, handle: int) -> None:
         """Forget an unpinned handle, which the caller retires in this plan."""
         del self._idle[handle]
-        key = self._key.pop(handle)
-        if key is not None:
-            del self._handle[key]
+        label = self._label.pop(handle)
+        if label is not None:
+            del self._handle[label.key]
         del self._pins[handle]
         self._retired.append(handle)
 
     @property
     def has_forgotten(self) -> bool:
         """Whether the oldest handle is one that `reset` left keyless."""
-        return bool(self._idle) and self._key[self.oldest] is None
+        return bool(self._idle) and self._label[self.oldest] is None
 
     def reset(self) -> None:
         """Forget every key. Pinned blocks stay with their owners, and are never found.
@@ -160,5 +177,5 @@ class PrefixIndex:
         Handles without a key come first in the eviction order.
         """
         self._handle.clear()
-        for handle in self._key:
-            self._key[handle] = None
+        for handle in self._label:
+            self._label[handle] = None

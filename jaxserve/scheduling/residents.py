@@ -10,20 +10,27 @@ from typing import NamedTuple
 
 from jaxserve.config import EngineShape
 from jaxserve.core import Request
-from jaxserve.moves import Restore
+from jaxserve.moves import Fetch, Label, Restore
 from jaxserve.scheduling.budget import Budget
 from jaxserve.scheduling.plan_builder import PlanBuilder
-from jaxserve.scheduling.prefix_index import PrefixIndex, extend_keys, root_key
+from jaxserve.scheduling.prefix_index import (
+    PrefixIndex,
+    extend_keys,
+    root_key,
+    salt_tag,
+)
 from jaxserve.scheduling.running import Running
 from jaxserve.scheduling.swap_space import SwapSpace
 
 
 class Restored(NamedTuple):
-    """What a request gets back from the host."""
+    """What a request gets back from below the device, behind its cached columns."""
 
-    names: list[int]  # payloads of its last columns
+    fetches: tuple[Fetch, ...]  # what has been fetched for it
     rows: int  # KV rows it then has
     context: int  # tokens to compute before sampling
+    from_disk: int  # blocks that were on disk
+    resumed: bool = False  # it was swapped; else they were found in the prefix cache
 
 
 class Residents:
@@ -32,17 +39,26 @@ class Residents:
     Args:
       shape: static sizes.
       caching: whether columns are named, so that others can share them.
-      swaps: keeps preempted requests on the host.
+      index: names of cached blocks.
+      swaps: keeps preempted requests below the device.
     """
 
-    def __init__(self, shape: EngineShape, swaps: SwapSpace, *, caching: bool):
+    def __init__(
+        self,
+        shape: EngineShape,
+        index: PrefixIndex,
+        swaps: SwapSpace,
+        *,
+        caching: bool,
+    ):
         self._shape = shape
         self._caching = caching
         self._free_slots = list(range(shape.max_slots - 1, -1, -1))
         self._producers: dict[bytes, Running] = {}  # who will name a key
         self.running: dict[int, Running] = {}  # by submission index
-        self.index = PrefixIndex(shape.num_handles)
-        self.budget = Budget(shape, self.index, swaps)
+        self.index = index
+        self.budget = Budget(shape, index, swaps)
+        self._tiers = swaps.tiers
         self._plan = 0  # number of the plan being built
         self.outstanding = 0  # blocks that running requests need for their prompts
         self.weight_version = 0  # enters every key
@@ -58,9 +74,23 @@ class Residents:
         if self._caching and (len(known) + 1) * self._shape.block_size <= (
             request.num_tokens
         ):
-            root = root_key(request.cache_salt, self.weight_version)
+            root = self._root(request)
             tokens = request.tokens(0, request.num_tokens)
             extend_keys(known, root, tokens, self._shape.block_size)
+
+    def _root(self, request: Request) -> bytes:
+        return root_key(request.cache_salt, self.weight_version)
+
+    def label(self, running: Running, column: int) -> Label:
+        """What names the block of one of a request's full columns, in any tier."""
+        request, keys = running.request, running.keys
+        return Label(
+            keys[column],
+            keys[column - 1] if column else self._root(request),
+            column,
+            self.weight_version,
+            salt_tag(request.cache_salt),
+        )
 
     def match(self, request: Request, keys: list[bytes]) -> tuple[int, list[int]]:
         """(columns it could adopt if all were cached, handles of those that are).
@@ -109,21 +139,23 @@ class Residents:
         """Give the request a slot and the cached columns `hits`, pinned before.
 
         Args:
-          restored: what it gets back from the host behind them.
+          restored: what it gets back from below the device behind them.
         """
         slot = self._free_slots.pop()
         cached = len(hits) * self._shape.block_size
         rows = cached if restored is None else restored.rows
+        found = cached if restored and restored.resumed else rows
         running = Running(
             request=request,
             slot=slot,
             context=request.num_tokens if restored is None else restored.context,
             planned=rows,
             rows=rows,
-            cached=cached,
+            cached=found,
             keys=keys,
             handles=list(hits),
             placed=self._plan,
+            weight_version=self.weight_version,
         )
         plan.adopt += [(slot, column, handle) for column, handle in enumerate(hits)]
         plan.admit.append((slot, request))
@@ -131,7 +163,7 @@ class Residents:
         if restored is not None:
             self.budget.count.resize(slot, rows)
             last = request.output[-1] if request.output else 0
-            order = Restore(slot, len(hits), tuple(restored.names), rows, last)
+            order = Restore(slot, len(hits), restored.fetches, rows, last)
             plan.restore.append(order)
         self.running[request.index] = running
         self.outstanding += self.needs(running)
@@ -163,6 +195,8 @@ class Residents:
           fresh: they are written by this plan, and named after its mixed step; else
             they were written by earlier ones, and are named before anything else.
         """
+        if running.weight_version != self.weight_version:
+            return  # its KV is of other weights: nobody may find it
         full = min(rows // self._shape.block_size, len(running.keys))
         for column in range(len(running.handles), full):
             handle = self._handle_for(plan, running, column, fresh=fresh)
@@ -189,8 +223,10 @@ class Residents:
         edits = plan.publish if fresh else plan.seal
         if not plan.can_name(edits):
             return None
-        handle = self.index.publish(key, fresh=fresh)
+        label = self.label(running, column)
+        handle = self.index.publish(label, fresh=fresh)
         if handle is not None:
+            self._tiers.named(handle, label)
             edits.append((running.slot, column, handle))
             self.budget.count.name(running.slot)
             running.doubles.discard(column)
@@ -225,7 +261,8 @@ class Residents:
         """Name the full columns whose rows are written and whose tokens are known."""
         self._merge_doubles(plan, running)
         rows = running.known_rows
-        if rows // self._shape.block_size > len(running.handles):
+        current = running.weight_version == self.weight_version
+        if current and rows // self._shape.block_size > len(running.handles):
             self.extend_keys(running.request, running.keys)
             self.name_columns(plan, running, rows, fresh=False)
 

@@ -22,7 +22,7 @@ class Running:
         the output it already had.
       planned: KV rows after every launch planned so far, at most.
       rows: KV rows after every launch read so far.
-      cached: KV rows that it found in the prefix cache.
+      cached: KV rows that it found in the prefix cache, in any tier.
       placed: number of the last plan that gave it a row, or took it in.
       sampling: output tokens allowed in launches not read yet.
       pending: KV rows that those launches may write.
@@ -30,6 +30,7 @@ class Running:
       handles: pinned handles of its leading columns.
       doubles: columns that stay private, since their key is live under a block that
         others use; they pin that one's handle, so that the chain stays whole.
+      weight_version: of the weights that its KV is computed with.
       complete: its answer is known, and waits for the rest of a static batch.
       released: the slot has been given back.
     """
@@ -46,6 +47,7 @@ class Running:
     doubles: set[int] = dataclasses.field(default_factory=set)
     sampling: int = 0
     pending: int = 0
+    weight_version: int = 0
     complete: bool = False
     released: bool = False
 

@@ -7,23 +7,29 @@ policy's, what fits is the budget's, and what gives way the planner's.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.block_count import BlockCount
 from jaxserve.config import EngineConfig, EngineShape
 from jaxserve.core import Event, Request, StepOutput, TokenLogprobs
-from jaxserve.moves import Transferred
+from jaxserve.moves import Arrived, Label, Transferred
 from jaxserve.scheduling.decisions import Decisions
 from jaxserve.scheduling.horizon import NOTHING, Horizon, horizon
+from jaxserve.scheduling.incoming import Incoming
+from jaxserve.scheduling.payloads import Payloads
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.planner import Books, Counters, Planner
 from jaxserve.scheduling.policies import Policy, View
+from jaxserve.scheduling.prefix_index import PrefixIndex
 from jaxserve.scheduling.ranking import Ranking
 from jaxserve.scheduling.residents import Residents
 from jaxserve.scheduling.running import Launch, Row, Running
 from jaxserve.scheduling.static_batch import StaticBatches
 from jaxserve.scheduling.swap_space import SwapSpace
+from jaxserve.scheduling.tiers import Tiers
 
 
 class Observed(NamedTuple):
@@ -43,7 +49,9 @@ class Scheduler:
     Args:
       config, shape: of the engine.
       policy: orders the requests.
-      swap_blocks: blocks of host memory for preempted requests.
+      swap_blocks: blocks of host memory for preempted requests and cached blocks.
+      disk_blocks: the same on disk.
+      stored: what is on disk already, the longest unused first.
     """
 
     def __init__(
@@ -52,15 +60,29 @@ class Scheduler:
         shape: EngineShape,
         policy: Policy,
         swap_blocks: int = 0,
+        disk_blocks: int = 0,
+        stored: Sequence[Label] = (),
     ):
         self._config = config
         self._shape = shape
-        self._swaps = SwapSpace(swap_blocks)
-        self._residents = Residents(
-            shape, self._swaps, caching=config.enable_prefix_caching
-        )
-        self._ranking = Ranking(policy, self._view)
         self._books = Books(Decisions(config.preemption_mode, shape.block_size))
+        index = PrefixIndex(shape.num_handles)
+        # The window takes the longest request whole.
+        window = shape.max_blocks_per_slot if disk_blocks else 0
+        caching = config.enable_prefix_caching
+        self._tiers = Tiers(
+            Payloads(swap_blocks, window),
+            disk_blocks,
+            write=config.tier_write if caching else "never",
+            eviction=config.tier_eviction,
+            compute_s=self._books.decisions.compute_s,
+            on_device=lambda key: index.find(key) is not None,
+            stored=stored,
+        )
+        self._swaps = SwapSpace(self._tiers)
+        self._incoming = Incoming(self._tiers, config.transfer_timeout_s)
+        self._residents = Residents(shape, index, self._swaps, caching=caching)
+        self._ranking = Ranking(policy, self._view)
         # By submission index, of those with launches in flight: how many, and how many
         # tokens these may sample.
         self._unread: dict[int, int] = {}
@@ -113,23 +135,39 @@ class Scheduler:
         return self._residents.lost_blocks
 
     @property
-    def swapped_blocks(self) -> int:
-        """Host blocks in use."""
-        return self._swaps.used
+    def below(self) -> dict[str, int]:
+        """Gauges and totals of the tiers below the device."""
+        tiers, payloads = self._tiers, self._tiers.payloads
+        return {
+            "host_blocks": payloads.used("pool"),
+            "host_cached_blocks": len(tiers.host),
+            "disk_blocks": tiers.disk_used,
+            "swapped_blocks": self._swaps.used,
+            "lost_swaps": self._swaps.lost,
+            "timed_out_loads": self._incoming.timeouts,
+            **dataclasses.asdict(tiers.counters),
+        }
 
     @property
-    def lost_swaps(self) -> int:
-        """Swapped requests that had to be computed again after all."""
-        return self._swaps.lost
+    def saving(self) -> bool:
+        """Whether something is on its way to disk or from it."""
+        return self._tiers.busy
+
+    def save_cached(self) -> None:
+        """Have the next plans write to disk what is cached above it."""
+        self._tiers.save_all(self._residents.index.labels())
 
     @property
-    def fetching(self) -> bool:
-        """Whether a request waits for payloads that are on their way."""
-        return self._swaps.fetching
+    def waits_until_s(self) -> float | None:
+        """When a plan is due at the latest, since requests wait for what is on its way
+        between the tiers; None if none does."""
+        due_s = self._incoming.next_timeout_s
+        return due_s if due_s < math.inf or self._tiers.busy else None
 
-    def arrive(self, names: Sequence[int]) -> None:
-        """Payloads that a plan fetched can be restored."""
-        self._swaps.arrive(names)
+    def arrived(self, arrived: Arrived) -> None:
+        """Take in what has been fetched, loaded and saved."""
+        self._tiers.arrived(arrived)
+        self._incoming.arrived(arrived)
 
     @property
     def has_requests(self) -> bool:
@@ -139,8 +177,9 @@ class Scheduler:
     @property
     def has_chores(self) -> bool:
         """Whether a plan would give something back though no request is left."""
-        forgotten = self._residents.index.has_forgotten or self._swaps.has_dropped
-        return bool(self._ended) or forgotten
+        forgotten = self._residents.index.has_forgotten
+        below = self._tiers.has_chores or self._incoming.has_cancelled
+        return bool(self._ended) or forgotten or below
 
     def holds_nothing(self) -> bool:
         """Whether no map has an entry left of any request."""
@@ -153,6 +192,8 @@ class Scheduler:
             or self._ended
             or self._leaving
             or not self._swaps.holds_nothing()
+            or not self._incoming.holds_nothing()
+            or not self._tiers.holds_nothing()
             or not self._books.decisions.holds_nothing()
         )
 
@@ -186,7 +227,9 @@ class Scheduler:
         keys = self._books.keys.get(request.index)
         if keys is None:  # it has ended, or is about to
             return request.num_cached_tokens or 0
-        return len(self._residents.match(request, keys)[1]) * self._shape.block_size
+        usable, hits = self._residents.match(request, keys)
+        below = self._tiers.find(keys[len(hits) : usable])
+        return (len(hits) + len(below)) * self._shape.block_size
 
     # Requests come and go -------------------------------------------------------------
 
@@ -204,6 +247,7 @@ class Scheduler:
         running = self._residents.running.get(request.index)
         self._ranking.remove(request)
         self._books.keys.pop(request.index, None)
+        self._incoming.drop(request.index)
         self._swaps.drop(request.index)
         self._books.decisions.forget(request.index)
         self._leaving.discard(request.index)
@@ -248,8 +292,26 @@ class Scheduler:
         return events
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block; running requests keep what they use."""
+        """Forget every cached block in every tier; running requests keep what they
+        use."""
         self._residents.index.reset()
+        self._tiers.clear()
+
+    def set_weight_version(self, version: int) -> None:
+        """The weights have changed: what was computed with others is not found again.
+
+        Running requests go on, and name nothing any more; swapped ones are computed
+        again.
+        """
+        self.reset_prefix_cache()
+        self._residents.weight_version = version
+        for index in list(self._swaps.waiting):
+            self._incoming.drop(index)
+            self._swaps.drop(index)
+            self._books.decisions.forget(index)
+        for index in self._books.keys:
+            self._incoming.drop(index)
+            self._books.keys[index] = []
 
     # Planning -------------------------------------------------------------------------
 
@@ -258,18 +320,21 @@ class Scheduler:
         residents = self._residents
         plan = PlanBuilder(self._shape, self._config.max_num_batched_tokens)
         residents.begin_plan()
+        self._tiers.write_through(plan, residents.index.find)
         if self._static is None or self._static.over:
             self._give_back(plan)
         if self._config.enable_prefix_caching:
             for running in residents.running.values():
                 residents.name_known(plan, running)
         residents.flush(plan)
+        self._incoming.advance(plan, now_s)
         self._ranking.refresh(now_s)
         planner = Planner(
             self._config,
             self._shape,
             residents,
             self._swaps,
+            self._incoming,
             self._ranking,
             self._books,
             plan,
@@ -279,9 +344,10 @@ class Scheduler:
             rows = self._static.fill(planner, plan, self._unread)
         else:
             rows = planner.fill(self._unread)
-        self._swaps.flush(plan)
-        self._books.decisions.spill(self._swaps.take_copied())
-        self._books.decisions.drop(plan.drop)
+        self._incoming.flush(plan)
+        self._tiers.flush(plan)
+        moves, copied = plan.moves, self._tiers.payloads.take_copied()
+        self._books.decisions.move(moves, copied, self._incoming.owner)
         if plan.empty:
             return None
         self.counters.spilled_blocks += len(plan.spill)
@@ -290,13 +356,13 @@ class Scheduler:
             index = row.running.request.index
             self._unread[index] = self._unread.get(index, 0) + 1
             self._sampling[index] = self._sampling.get(index, 0) + row.steps
-        return Launch(plan.build(self._config.seed), tuple(rows), plan.moves)
+        return Launch(plan.build(self._config.seed), tuple(rows), moves)
 
     def horizon(self, now_s: float) -> Horizon:
         """Launches from now that are sure to be alike, all others being read."""
         residents, ranking, static = self._residents, self._ranking, self._static
-        waits = self._swaps.waiting or self._swaps.has_dropped
-        if self._config.enable_prefix_caching or self._ended or waits:
+        below = self._swaps.waiting or self._tiers.has_chores or self._tiers.busy
+        if self._config.enable_prefix_caching or self._ended or below:
             return NOTHING
         ranking.refresh(now_s)
         running = [residents.running[r.index] for r in ranking.running()]
@@ -358,7 +424,7 @@ class Scheduler:
             )
         for order in launch.moves.restore:
             self._read.resize(order.slot, order.length)
-        self._swaps.read(spill.name for spill in launch.moves.spill)
+        self._tiers.payloads.came(spill.name for spill in launch.moves.spill)
         sampled = output.ran.sum(axis=0).tolist()
         tokens, done = output.tokens.T.tolist(), output.done.tolist()
         steps = max(sampled, default=0)

@@ -1,202 +1,193 @@
-"""What waits on the host: preempted requests whose KV was swapped out.
+"""What waits below the device: preempted requests whose KV was swapped out.
 
-Owns the count of host blocks, and which payload holds which column or key. Counts and
-names only: it never sees a payload, a plan's arrays or a clock.
+Owns which payload or file holds which of their columns. Counts and names only: it never
+sees a payload, a plan's arrays or a clock.
 
 A request's private columns are copied when it is preempted. Its named ones stay on the
-device, findable and evictable; room on the host is set aside for them, and each is
-copied when it is evicted.
+device, findable and evictable. To the host each is copied when it is evicted: room is
+set aside for all of them. To disk they are written at once, as far as they are not
+there, for a write may fail and an eviction cannot wait for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
+from jaxserve.moves import Label
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.running import Running
+from jaxserve.scheduling.tiers import Place, Tiers
+
+To = Literal["swap", "disk"]
 
 
 @dataclasses.dataclass
 class Swapped:
-    """A request that waits with its KV on the host.
+    """A request that waits with its KV below the device.
 
     Attributes:
       stay: the stay that ended; what it computed is final once its launches are read.
-      payloads: name of each column that was copied when it ended.
-      keys: of its leading columns, which had names then.
-      promised: host blocks set aside for those.
-      fetching: payloads asked for, in column order.
+      to: where its private columns went.
+      private: payload of each of them; on disk, that of its file.
+      keys: of its leading columns, which had names then; pinned in the tiers.
+      promised: blocks of the pool set aside for those.
     """
 
     stay: Running
-    payloads: dict[int, int]
+    to: To
+    private: dict[int, int]
     keys: list[bytes]
-    promised: int
-    fetching: tuple[int, ...] = ()
+    promised: int = 0
 
 
 class SwapSpace:
-    """Host memory for `blocks` blocks.
+    """The swapped requests.
 
     Attributes:
+      tiers: hold what they wait with.
       waiting: swapped requests by submission index.
       lost: how many had to be computed again after all.
     """
 
-    def __init__(self, blocks: int):
-        self._blocks = blocks
-        self._next_name = 0
-        self._stored = 0  # payloads held, or being copied
-        self._promised = 0  # blocks set aside for columns still on the device
-        self._copies: dict[bytes, int] = {}  # payload of an evicted block
+    def __init__(self, tiers: Tiers):
+        self.tiers = tiers
         self._wanted: dict[bytes, set[int]] = {}  # by key, who would restore it
-        self._dropped: list[int] = []  # payloads that no plan has dropped yet
-        self._unread: set[int] = set()  # payloads of launches not read yet
-        self._arrived: set[int] = set()  # payloads fetched
-        self._copied: list[tuple[int, int]] = []  # for whom, which payload
         self.waiting: dict[int, Swapped] = {}
         self.lost = 0
 
-    @property
-    def free(self) -> int:
-        """Host blocks that nobody has or was promised."""
-        return self._blocks - self._stored - self._promised
+    def holds_nothing(self) -> bool:
+        """Whether no map has an entry left."""
+        return not (self.waiting or self._wanted or self.tiers.payloads.promised)
 
     @property
     def used(self) -> int:
-        """Host blocks that hold a payload."""
-        return self._stored
-
-    @property
-    def has_dropped(self) -> bool:
-        """Whether a plan should let go of payloads."""
-        return bool(self._dropped)
-
-    @property
-    def fetching(self) -> bool:
-        """Whether a payload that was asked for has not arrived."""
-        return any(
-            not self._arrived.issuperset(entry.fetching)
-            for entry in self.waiting.values()
-        )
-
-    def holds_nothing(self) -> bool:
-        """Whether no map has an entry left."""
-        maps = self.waiting or self._copies or self._wanted or self._dropped
-        return not (maps or self._stored or self._promised or self._arrived)
-
-    # Out ------------------------------------------------------------------------------
+        """Blocks below the device that only swapped requests keep there."""
+        return sum(len(entry.private) for entry in self.waiting.values())
 
     def take(
         self, plan: PlanBuilder, stay: Running, columns: range, promised: int
     ) -> None:
-        """Keep a request that is being preempted; there must be room.
+        """Keep a request that is being preempted on the host; there must be room.
 
         Args:
           columns: its private ones, copied by this plan.
           promised: its named columns that nobody else uses, all of which may have to
             be copied later.
         """
-        index = stay.request.index
-        payloads = {column: self._store(index) for column in columns}
-        for column, name in payloads.items():
+        index, payloads = stay.request.index, self.tiers.payloads
+        self.tiers.make_room(plan, len(columns) + promised)
+        private = {}
+        for column in columns:
+            private[column] = name = payloads.new("pool", request=index)
             plan.spill_column(name, stay.slot, column)
+        payloads.promised += promised
         keys = stay.keys[: columns.start]
-        self.waiting[index] = Swapped(stay, payloads, keys, promised)
-        self._promised += promised
-        for key in keys:
+        self._wait(Swapped(stay, "swap", private, keys, promised))
+
+    def take_to_disk(
+        self,
+        plan: PlanBuilder,
+        stay: Running,
+        columns: range,
+        named: Sequence[tuple[int, Label]],
+    ) -> None:
+        """Keep a request that is being preempted on disk; there must be room.
+
+        Args:
+          columns: its private ones.
+          named: handle and label of its named ones that nobody else uses.
+        """
+        index = stay.request.index
+        entry = Swapped(stay, "disk", {}, stay.keys[: columns.start])
+        self._wait(entry)  # pins what it needs, before room is made
+        for handle, label in named:
+            self.tiers.keep(plan, handle, label, request=index, to_disk=True)
+        for column in columns:
+            name = self.tiers.swap_column(plan, stay.slot, column, request=index)
+            entry.private[column] = name
+
+    def _wait(self, entry: Swapped) -> None:
+        index = entry.stay.request.index
+        self.waiting[index] = entry
+        self.tiers.pin(entry.keys)
+        for key in entry.keys:
             self._wanted.setdefault(key, set()).add(index)
 
-    def evict(self, plan: PlanBuilder, handle: int, key: bytes | None) -> None:
-        """The block of a key leaves the device in this plan: copy it if it is wanted.
+    def evicted(self, plan: PlanBuilder, handle: int, label: Label | None) -> None:
+        """A block leaves the device in this plan: copy it if it is wanted, or cached.
 
         Where there is no room for it, those who want it will compute again.
+
+        Args:
+          label: None if its key is forgotten.
         """
-        wanted = self._wanted.get(key) if key is not None else None
-        if not wanted or key in self._copies:
+        if label is None:
             return
-        assert key is not None
+        key = label.key
+        wanted = self._wanted.get(key)
+        if not wanted:
+            self.tiers.evicted(plan, handle, label)
+            return
         promised = [i for i in wanted if self.waiting[i].promised]
+        on_host = self.tiers.host.payload(key) is not None
+        if on_host or (key in self.tiers.disk and not promised):
+            return
         if promised:
             self.waiting[min(promised)].promised -= 1
-            self._promised -= 1
-        elif self.free <= 0:
+        owner = min(promised or wanted)
+        kept = self.tiers.keep(
+            plan, handle, label, request=owner, promised=bool(promised)
+        )
+        if not kept:
             self.lost += len(wanted)
             for index in sorted(wanted):
                 self.drop(index)
-            return
-        self._copies[key] = self._store(min(promised or wanted))
-        plan.spill_handle(self._copies[key], handle)
+            self.tiers.left(key)
 
-    def _store(self, index: int) -> int:
-        self._stored += 1
-        name, self._next_name = self._next_name, self._next_name + 1
-        self._unread.add(name)
-        self._copied.append((index, name))
-        return name
-
-    def take_copied(self) -> list[tuple[int, int]]:
-        """Payloads copied since the last call: (for which request, name)."""
-        copied, self._copied = self._copied, []
-        return copied
-
-    def read(self, names: Iterable[int]) -> None:
-        """The launch that copied these payloads has been read."""
-        self._unread.difference_update(names)
-
-    # Back -----------------------------------------------------------------------------
-
-    def payloads(self, index: int, columns: range) -> list[int] | None:
-        """Names of the payloads of a request's columns; None if one is lost."""
-        entry, names = self.waiting[index], []
+    def sources(self, index: int, columns: range) -> list[Place] | None | Literal[True]:
+        """Where a request's columns are: None if one is lost, True if one is still on
+        its way down."""
+        entry, tiers = self.waiting[index], self.tiers
+        places: list[Place] = []
+        coming = False
         for column in columns:
-            name = entry.payloads.get(column)
-            if name is None and column < len(entry.keys):
-                name = self._copies.get(entry.keys[column])
-            if name is None:
+            name = entry.private.get(column)
+            if name is not None and entry.to == "swap":
+                places.append(Place("host", name))
+            elif name is not None:
+                there = tiers.swapped(name)
+                if there == "lost":
+                    return None
+                if isinstance(there, Place):
+                    places.append(there)
+                else:
+                    coming = True
+            elif column >= len(entry.keys):
                 return None
-            names.append(name)
-        return names
-
-    def has_arrived(self, names: Sequence[int]) -> bool:
-        """Whether all of the payloads can be restored."""
-        return self._arrived.issuperset(names)
-
-    def fetches(self, index: int, names: Sequence[int]) -> bool:
-        """Whether these payloads are on their way, or may not be asked for yet."""
-        asked = self.waiting[index].fetching == tuple(names)
-        return asked or not self._unread.isdisjoint(names)
-
-    def fetch(self, plan: PlanBuilder, index: int, names: Sequence[int]) -> None:
-        """Ask for payloads."""
-        self.waiting[index].fetching = tuple(names)
-        plan.fetch += [name for name in names if name not in self._arrived]
-
-    def arrive(self, names: Iterable[int]) -> None:
-        """Payloads that were asked for can be restored; dropped ones do not count."""
-        wanted = {n for entry in self.waiting.values() for n in entry.fetching}
-        self._arrived |= wanted.intersection(names)
+            elif place := tiers.place(entry.keys[column]):
+                places.append(place)
+            elif tiers.is_coming(entry.keys[column]):
+                coming = True
+            else:
+                return None
+        return coming or places
 
     def drop(self, index: int) -> None:
         """Let go of what is kept for a request, if anything is."""
         entry = self.waiting.pop(index, None)
         if entry is None:
             return
-        self._promised -= entry.promised
-        gone = list(entry.payloads.values())
+        payloads = self.tiers.payloads
+        payloads.promised -= entry.promised
+        for name in entry.private.values():
+            if entry.to == "swap":
+                payloads.let_go(name, "pool")
+            else:
+                self.tiers.forget_swapped(name)
         for key in entry.keys:
             self._wanted[key].discard(index)
             if not self._wanted[key]:
                 del self._wanted[key]
-                if key in self._copies:
-                    gone.append(self._copies.pop(key))
-        self._stored -= len(gone)
-        self._dropped += gone
-        self._unread.difference_update(gone)
-        self._arrived.difference_update(gone)
-
-    def flush(self, plan: PlanBuilder) -> None:
-        """Drop in this plan what was let go of."""
-        plan.drop += self._dropped
-        self._dropped.clear()
+        self.tiers.unpin(entry.keys)

@@ -28,6 +28,9 @@ LINK = LinkCost(block_s=0.004, fixed_s=0.001)
 """A way to the host on which a request's blocks take longer than a step."""
 
 
+DISK = LinkCost(block_s=0.007, fixed_s=0.002)
+"""A disk that is slower yet."""
+
 JAX = EngineConfig(
     max_model_len=48,
     max_num_seqs=9,  # row buckets 8 and 9
@@ -99,6 +102,8 @@ class Served:
         executor: Callable[[HashModel, object, object], Executor] | None = None,
         cost: LinearCost = SIM_C,
         link: LinkCost = LINK,
+        disk: LinkCost = DISK,
+        faults: float = 0.0,
         seed: int = 0,
     ):
         self.events: list[Event] = []
@@ -110,7 +115,7 @@ class Served:
             inner = (
                 executor(model, params, shape)
                 if executor
-                else ReferenceExecutor(shape, cost, seed, link)
+                else ReferenceExecutor(shape, cost, seed, link, disk, faults)
             )
             self.recorder = _Watch(inner, self)
             return self.recorder
@@ -159,17 +164,23 @@ class Served:
     def finish(self) -> None:
         """Step until nothing is left; nothing may leak."""
         self.until(lambda: not self.engine.has_unfinished_requests())
+        self.engine.settle_tiers()
         self.check_nothing_is_left()
 
     def check_nothing_is_left(self) -> None:
-        """No map of the engine has an entry left, nor has the host a payload."""
+        """No map of the engine has an entry left, and host and disk have no block
+        but what is cached."""
         assert self.engine.holds_nothing()
-        assert self.stats()["swapped_blocks"] == 0
+        stats = self.stats()
+        assert stats["swapped_blocks"] == 0
+        assert stats["host_blocks"] == stats["host_cached_blocks"]
         inner = self.recorder.inner
         if isinstance(inner, ReferenceExecutor):
-            assert not inner.host
+            assert len(inner.host) == stats["host_cached_blocks"]
+            assert len(inner.disk) == stats["disk_blocks"]
+            assert not inner._staged
         elif isinstance(inner, JaxExecutor):
-            assert inner.num_payloads == 0
+            assert inner.num_payloads == stats["host_cached_blocks"]
 
     def run(self, name: str, prompt: Sequence[int], max_tokens: int, **more):
         """Serve one more request to its end."""
@@ -209,14 +220,16 @@ def jax_executor(cost: LinearCost | None = SIM_C):
     """A maker of the real executor on a logical clock."""
 
     def make(model, params, shape):
-        return JaxExecutor(model, params, shape, cost=cost, link=LINK)
+        return JaxExecutor(model, params, shape, cost=cost, link=LINK, disk=DISK)
 
     return make
 
 
 def sim_executor(truth: dict[int, Truth], cost: LinearCost = SIM_C):
     """A maker of the simulated executor."""
-    return lambda model, params, shape: SimExecutor(shape, truth, cost, link=LINK)
+    return lambda model, params, shape: SimExecutor(
+        shape, truth, cost, link=LINK, disk=DISK
+    )
 
 
 def truths(jobs: Sequence[Job], eos: Sequence[int] = ()) -> dict[int, Truth]:
@@ -302,7 +315,10 @@ def random_config(rng: random.Random, **fixed) -> EngineConfig:
         "max_chunk_tokens": rng.choice([None, None, 3, 8]),
         "skip_limit": rng.choice([0, 0, 3]),
         "max_logprobs": 2,
-        "preemption_mode": rng.choice(["recompute", "swap", "swap"]),
+        "preemption_mode": rng.choice(["recompute", "swap", "swap", "disk", "auto"]),
         "num_swap_blocks": rng.choice([0, 3, 12, 200]),
+        "num_disk_blocks": rng.choice([0, 0, 3, 12, 200]),
+        "tier_write": rng.choice(["never", "on_eviction", "through"]),
+        "tier_eviction": rng.choice(["lru", "lfu", "cost"]),
     }
     return EngineConfig(**{**fields, **fixed})

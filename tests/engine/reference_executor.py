@@ -18,7 +18,7 @@ from jaxserve.core import ADMIT_FIELDS, StepOutput, StepPlan
 from jaxserve.executors.cost_model import LinearCost, LogicalClock
 from jaxserve.executors.link import INSTANT, LinkCost
 from jaxserve.models.hash_model import VOCAB, next_token
-from jaxserve.moves import STILL, Moves, Restore, Spill
+from jaxserve.moves import STILL, Arrived, Label, Moves, Restore, Spill
 from tests.serving import direct_random
 
 
@@ -59,11 +59,17 @@ class ReferenceExecutor:
         cost: LinearCost,
         seed: int = 0,
         link: LinkCost = INSTANT,
+        disk: LinkCost = INSTANT,
+        faults: float = 0.0,
     ):
         self._shape = shape
-        self._clock = LogicalClock(shape, cost, link)
+        self._clock = LogicalClock(shape, cost, link, disk)
+        self._faults = faults  # share of loads and saves that fail
         self.host: dict[int, list[int | None]] = {}  # payload: a block's token ids
-        self._fetched: set[int] = set()
+        self.disk: dict[bytes, tuple[Label, list[int | None]]] = {}  # files
+        self._under_way: dict[int, Label] = {}  # loads and saves
+        self._loads: set[int] = set()  # of these
+        self._staged: dict[int, list[list[int | None]]] = {}  # by fetch
         self._rng = random.Random(seed)
         self.free = list(range(shape.num_blocks))
         self.owners = [0] * shape.num_blocks
@@ -86,12 +92,26 @@ class ReferenceExecutor:
         for order in moves.restore:
             assert order.slot not in listed, "a row runs before it is restored"
             self._restore(order)
-        assert set(moves.fetch) <= set(self.host), "what is fetched is not there"
-        self._fetched |= set(moves.fetch)
+        for fetch in moves.fetch:
+            assert self._loads.isdisjoint(fetch.names), "not there yet"
+            self._staged[fetch.number] = [self.host[name] for name in fetch.names]
+        for number in moves.cancel:
+            del self._staged[number]
+        for name, label in moves.save:
+            self._under_way[name] = label
+            self.disk[label.key] = label, self.host[name]
+        for name, label in moves.load:
+            assert name not in self.host, "a payload's name is used again"
+            self._under_way[name] = label
+            self._loads.add(name)
+            held, self.host[name] = self.disk[label.key]
+            assert held == label, "a file is read as another's"
+        for label in moves.erase:
+            self.disk.pop(label.key, None)
         for name in moves.drop:
+            assert name not in self._under_way, "dropped while it is copied"
             del self.host[name]
-            self._fetched.discard(name)
-        self._clock.fetch(moves)
+        self._clock.submit(moves)
         return _Ticket(output, plan, moves, self.now())
 
     def result(self, ticket: _Ticket) -> StepOutput:
@@ -99,8 +119,26 @@ class ReferenceExecutor:
         self._clock.finish(plan, output.ran, submitted_s, moves)
         return output
 
-    def arrivals(self):
-        return self._clock.arrivals()
+    def stored(self):
+        return ()
+
+    def close(self) -> None:
+        pass
+
+    def arrived(self) -> Arrived:
+        arrived = self._clock.arrived()
+        done, failed = [], []
+        for name in arrived.done:
+            label = self._under_way.pop(name)
+            if self._rng.random() >= self._faults:
+                done.append(name)
+                continue
+            failed.append(name)
+            self.disk.pop(label.key, None)
+            if name in self._loads:
+                del self.host[name]
+        self._loads.difference_update(arrived.done)
+        return arrived._replace(done=tuple(done), failed=tuple(failed))
 
     def timed(self):
         return self._clock.timed()
@@ -128,14 +166,16 @@ class ReferenceExecutor:
     def _restore(self, order: Restore) -> None:
         slot, size = self.slots[order.slot], self._shape.block_size
         assert len(slot.columns) == order.first, "columns are missing"
-        assert self._shape.blocks(order.length) == order.first + len(order.names)
         assert not slot.stopped, "restores into an idle slot"
         self._grow(slot, order.length)
-        for at, name in enumerate(order.names):
-            assert name in self._fetched, "a payload is restored that was not fetched"
-            block = slot.columns[order.first + at]
-            for offset, token in enumerate(self.host[name]):
-                if (order.first + at) * size + offset < order.length:
+        staged: dict[int, list[int | None]] = {}
+        for fetch in order.fetches:
+            columns = range(fetch.first, fetch.end)
+            staged |= dict(zip(columns, self._staged.pop(fetch.number), strict=True))
+        for column in range(order.first, self._shape.blocks(order.length)):
+            block = slot.columns[column]
+            for offset, token in enumerate(staged[column]):
+                if column * size + offset < order.length:
                     assert token is not None, "a row is restored that nobody wrote"
                     self.rows[block, offset] = token
         slot.length, slot.last = order.length, order.last

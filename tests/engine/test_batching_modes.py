@@ -657,6 +657,7 @@ def check(seed: int, **mode: str) -> None:
         definition.check_events(setting, run)
     definition.check_empty(run)
     simulated = setting.run(executor=sim_executor(truths(setting.jobs, setting.eos)))
+    simulated.engine.settle_tiers()
     simulated.engine.reset_prefix_cache()
     assert serving.same_plans(run.recorder.plans, simulated.recorder.plans)
 

@@ -176,17 +176,17 @@ def check_events(setting: Setting, run: Run) -> None:
                     assert there <= e.data["context_tokens"]
                 else:
                     assert there < e.data["context_tokens"]
-                    assert e.data["restored_tokens"] == 0
                 slot, first = e.data["slot"], False
             elif e.kind == "preempted":
                 assert slot == e.data["slot"]
-                slot, swapped = None, e.data["mode"] == "swap"
+                slot, swapped = None, e.data["mode"] != "recompute"
     assert not lives
 
 
 def check_empty(run: Run) -> None:
     """Contract 3: when idle, free = P - live handles; after a reset, free = P."""
     engine = run.engine
+    engine.settle_tiers()
     stats = engine.stats()
     assert engine.holds_nothing()
     assert stats["running"] == stats["waiting"] == 0
@@ -194,9 +194,11 @@ def check_empty(run: Run) -> None:
     assert stats["idle_cached_blocks"] == stats["cached_blocks"]
     engine.reset_prefix_cache()
     assert engine.stats()["free_blocks"] == stats["num_blocks"]
+    assert engine.stats()["host_blocks"] == engine.stats()["disk_blocks"] == 0
     assert len(run.recorder.inner.free) == stats["num_blocks"]
     assert not run.recorder.inner.rows
     assert not run.recorder.inner.host
+    assert not run.recorder.inner.disk
 
 
 def check(seed: int) -> dict[str, int]:
@@ -209,6 +211,7 @@ def check(seed: int) -> dict[str, int]:
     check_empty(run)
     truth = truths(setting.jobs, setting.eos)
     simulated = setting.run(executor=sim_executor(truth))
+    simulated.engine.settle_tiers()
     simulated.engine.reset_prefix_cache()
     assert serving.same_plans(run.recorder.plans, simulated.recorder.plans)
     assert run.recorder.moves == simulated.recorder.moves

@@ -101,6 +101,7 @@ def test_predictions_are_near_once_the_machine_is_known() -> None:
             num_blocks=24,
             num_swap_blocks=40,
             preemption_mode="swap",
+            tier_write="never",
         ),
         cost=cost,
         link=LinkCost(block_s=0.002, fixed_s=0.001),

@@ -8,10 +8,13 @@ import random
 import pytest
 
 from jaxserve.block_count import BlockCount
+from jaxserve.moves import Label
 from jaxserve.scheduling.budget import Budget
+from jaxserve.scheduling.payloads import Payloads
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.prefix_index import PrefixIndex
 from jaxserve.scheduling.swap_space import SwapSpace
+from jaxserve.scheduling.tiers import Tiers
 from tests import serving
 from tests.engine.harness import JAX, Served, by_priority, random_config
 
@@ -46,8 +49,8 @@ def test_the_formula_by_hand() -> None:
 
 def test_room_is_made_by_evicting_no_more_than_needed() -> None:
     index = PrefixIndex(SHAPE.num_handles)
-    budget = Budget(SHAPE, index, SwapSpace(0))
-    handles = [index.publish(bytes([i]), fresh=False) for i in range(6)]
+    budget = Budget(SHAPE, index, SwapSpace(Tiers(Payloads(0))))
+    handles = [index.publish(Label(bytes([i]), b"root"), fresh=False) for i in range(6)]
     budget.count.resize(0, 24)
     for _ in handles:
         budget.count.name(0)
@@ -68,8 +71,10 @@ def test_room_is_made_by_evicting_no_more_than_needed() -> None:
 
 def test_no_plan_evicts_more_than_it_can_hold() -> None:
     index = PrefixIndex(SHAPE.num_handles)
-    budget = Budget(SHAPE, index, SwapSpace(0))
-    handles = [index.publish(bytes([i]), fresh=False) for i in range(10)]
+    budget = Budget(SHAPE, index, SwapSpace(Tiers(Payloads(0))))
+    handles = [
+        index.publish(Label(bytes([i]), b"root"), fresh=False) for i in range(10)
+    ]
     budget.count.resize(0, 40)
     for _ in handles:
         budget.count.name(0)

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from jaxserve.moves import Label
 from jaxserve.scheduling.prefix_index import PrefixIndex, extend_keys, root_key
 
 
@@ -84,12 +85,17 @@ def test_only_full_blocks_have_keys_and_they_extend_in_place() -> None:
 # Pins and eviction --------------------------------------------------------------------
 
 
+def publish(index: PrefixIndex, key: bytes, *, fresh: bool) -> int | None:
+    """A handle for a key, of which no more than that counts here."""
+    return index.publish(Label(key, b"parent"), fresh=fresh)
+
+
 def chain(index: PrefixIndex, keys: list[bytes]) -> list[int]:
     """Pin what is there of a chain and publish the rest."""
     handles = index.match(keys)
     index.pin(handles)
     for key in keys[len(handles) :]:
-        handle = index.publish(key, fresh=False)
+        handle = publish(index, key, fresh=False)
         assert handle is not None
         handles.append(handle)
     return handles
@@ -134,8 +140,8 @@ def test_what_a_plan_publishes_is_found_from_the_next_plan_on() -> None:
     index = PrefixIndex(4)
     first, second = keys_of([1, 2, 3, 4], 2)
     index.begin_plan()
-    sealed = index.publish(first, fresh=False)
-    fresh = index.publish(second, fresh=True)
+    sealed = publish(index, first, fresh=False)
+    fresh = publish(index, second, fresh=True)
     assert index.match([first, second]) == [sealed]
     assert index.find(second) == fresh
     index.begin_plan()
@@ -146,12 +152,12 @@ def test_a_handle_retired_in_a_plan_is_not_reused_in_it() -> None:
     index = PrefixIndex(2)
     keys = keys_of(list(range(8)), 2)
     handles = chain(index, keys[:2])
-    assert index.publish(keys[2], fresh=False) is None  # every handle is in use
+    assert publish(index, keys[2], fresh=False) is None  # every handle is in use
     index.unpin(handles)
     gone = _evict(index)
-    assert index.publish(keys[2], fresh=False) is None
+    assert publish(index, keys[2], fresh=False) is None
     index.begin_plan()
-    assert index.publish(keys[2], fresh=False) == gone
+    assert publish(index, keys[2], fresh=False) == gone
 
 
 def test_reset_forgets_names_and_keeps_pins() -> None:
@@ -219,7 +225,7 @@ def test_random_use_agrees_with_a_model(seed: int) -> None:
                         pins[handle] += 1
                         idle_since.pop(handle, None)
                     else:
-                        handle = index.publish(key, fresh=bool(fresh or now % 2))
+                        handle = publish(index, key, fresh=bool(fresh or now % 2))
                         if handle is None:
                             break
                         assert handle not in name and handle not in retired

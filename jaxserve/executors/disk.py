@@ -1,0 +1,146 @@
+"""KV blocks between host memory and disk, beside the launches.
+
+Owns the two threads that read and write files: one each, so that a load does not wait
+for what is being saved. What waits for them is bounded by who asks: the scheduler keeps
+no more payloads under way than its window holds. Never decides anything.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from jaxserve.kv_tiers.block_file import Damaged
+from jaxserve.kv_tiers.disk_store import DiskStore
+from jaxserve.kv_tiers.host_pool import HostPool, Payload
+from jaxserve.moves import Label, Load, Transferred, Way
+
+_LOOK_S = 5.0
+"""How often to look for what other engines have written."""
+
+
+class Disk:
+    """Saves, loads and erasures of one executor.
+
+    Args:
+      store: the files. host: takes what is loaded.
+      timed: takes how long transfers took.
+      wake: is set when something is done.
+    """
+
+    def __init__(
+        self,
+        store: DiskStore,
+        host: HostPool,
+        timed: deque[Transferred],
+        wake: threading.Event,
+    ):
+        self._store = store
+        self._host = host
+        self._timed = timed
+        self._wake = wake
+        self._writer = ThreadPoolExecutor(1, "jaxserve-disk-writer")
+        self._reader = ThreadPoolExecutor(1, "jaxserve-disk-reader")
+        # Whether each payload under way has made it.
+        self._jobs: dict[int, Future[bool]] = {}
+        self._done: deque[int] = deque()
+        self._looked_s = time.monotonic()
+        self._looking: Future | None = None
+
+    def expect(self, name: int) -> None:
+        """A payload will be saved once it is on the host; see `save`."""
+        self._jobs[name] = Future()
+
+    def save(
+        self, names: Sequence[int], blocks: Sequence[tuple[Label, Payload]]
+    ) -> None:
+        """Write payloads that were expected."""
+        asked_s = time.perf_counter()
+        self._writer.submit(self._save, names, blocks, asked_s)
+
+    def _save(
+        self,
+        names: Sequence[int],
+        blocks: Sequence[tuple[Label, Payload]],
+        asked_s: float,
+    ) -> None:
+        start_s = time.perf_counter()
+        for name, (label, payload) in zip(names, blocks, strict=True):
+            self._finish(name, self._store.save, label, payload)
+        self._clock("save", names, asked_s, start_s)
+
+    def load(self, orders: Sequence[Load]) -> None:
+        """Read payloads into host memory."""
+        asked_s = time.perf_counter()
+        for order in orders:
+            self._jobs[order.name] = Future()
+        self._reader.submit(self._load, orders, asked_s)
+
+    def _load(self, orders: Sequence[Load], asked_s: float) -> None:
+        start_s = time.perf_counter()
+        for name, label in orders:
+            self._finish(name, self._read, name, label)
+        self._clock("load", [order.name for order in orders], asked_s, start_s)
+
+    def _read(self, name: int, label: Label) -> None:
+        self._host.add(name, self._store.load(label))
+
+    def _finish(self, name: int, work: Callable[..., None], *args: Any) -> None:
+        job, error = self._jobs[name], None
+        try:
+            work(*args)
+        except Exception as raised:
+            error = raised
+        # Told just before the result is there: who has that may take it off again.
+        self._done.append(name)
+        if error is None or isinstance(error, OSError | Damaged):
+            job.set_result(error is None)
+        else:  # a fault of ours: whoever asks shall hear of it
+            job.set_exception(error)
+        self._wake.set()
+
+    def _clock(
+        self, way: Way, names: Sequence[int], asked_s: float, start_s: float
+    ) -> None:
+        seconds = time.perf_counter() - start_s
+        waited_s = start_s - asked_s
+        self._timed.append(Transferred(way, tuple(names), seconds, waited_s))
+
+    def erase(self, labels: Sequence[Label]) -> None:
+        """Remove files, after all that was to be written before."""
+        for label in labels:
+            self._writer.submit(self._store.erase, label)
+
+    def done(self) -> list[tuple[int, bool]]:
+        """Payloads saved and loaded since the last call, and whether they made it."""
+        names = [self._done.popleft() for _ in range(len(self._done))]
+        return [(name, self._jobs.pop(name).result()) for name in names]
+
+    def wait(self, name: int) -> bool:
+        """Whether a payload has made it, once that is known."""
+        made_it = self._jobs[name].result()
+        del self._jobs[name]
+        self._done.remove(name)
+        return made_it
+
+    def changes(self) -> tuple[Sequence[Label], Sequence[bytes]]:
+        """What other engines have written and removed, as far as it was looked at."""
+        if self._looking is not None and self._looking.done():
+            found, gone = self._looking.result()
+            self._looking = None
+            return found, gone
+        now_s = time.monotonic()
+        if self._looking is None and now_s - self._looked_s > _LOOK_S:
+            self._looked_s = now_s
+            self._looking = self._reader.submit(self._store.changes)
+        return (), ()
+
+    def close(self) -> None:
+        """Finish what was asked for, and stop."""
+        self._writer.shutdown(wait=True)
+        self._reader.shutdown(wait=True)
+        self._store.close()
