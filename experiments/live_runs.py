@@ -81,7 +81,8 @@ def serve(
     """
     policy = blind(policy, config.max_model_len)
     engine = Engine(*loaded, config, policy, on_event=on_event)
-    cast(JaxExecutor, engine.executor).warmup(lambda shapes: shapes)
+    executor = cast(JaxExecutor, engine.executor)
+    executor.warmup(lambda shapes: shapes, transfers=engine.swaps)
     tokens = token_ids(workload, vocab_size=loaded.model.vocab_size, seed=0)
     start_s = engine.now()
     for i, (job, (prompt, output)) in enumerate(zip(workload, tokens, strict=True)):

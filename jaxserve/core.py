@@ -173,13 +173,14 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     # output_tokens (kept) of its output, on `slot`. Under static batching the output
     # is told all at once, when its batch ends.
     "progressed": ("slot", "prompt_tokens", "output_tokens"),
-    # It lost its slot; mode "recompute" | "swap". lost_tokens: KV rows it gave up,
-    # cached or not; with "swap" they are kept on the host.
+    # It lost its slot; mode "recompute" | "swap" | "disk". lost_tokens: KV rows it gave
+    # up, cached or not; but with "recompute" they are kept below the device.
     "preempted": ("slot", "mode", "lost_tokens"),
-    # A preempted request has what it lost again: by "recompute" or "swap", in so many
-    # seconds. predicted_s: what that was expected to take when it was chosen; other_s:
-    # the other way.
-    "resumed": ("mode", "predicted_s", "other_s", "actual_s"),
+    # A preempted request has what it lost again: by "recompute", "swap" or "disk", in
+    # so many seconds. predicted_s: what that was expected to take when it was chosen;
+    # other_s: the best other way; others: requests whose launches computing it again
+    # would make longer.
+    "resumed": ("mode", "predicted_s", "other_s", "others", "actual_s"),
     # It ended: reason "stop" | "length" | "abort". The totals are the user's.
     # finish_delay_s: how long ago its last token was sampled, taking the steps of a
     # launch as equally long: the wait for the rest of the launch, or of a static batch.

@@ -119,6 +119,16 @@ class LLM:
                 transfers=self.engine.swaps,
             )
 
+    def close(self) -> None:
+        """Write cached blocks to disk, if there is one, and stop (`Engine.close`)."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -14,6 +14,7 @@ from jaxserve.config import EngineConfig, EngineShape, SamplingParams
 from jaxserve.core import Event
 from jaxserve.engine import Engine
 from jaxserve.executors.cost_model import StepCost
+from jaxserve.executors.link import INSTANT, LinkCost
 from jaxserve.executors.sim_executor import SimExecutor, Truth
 from jaxserve.metrics import RequestMetrics
 from jaxserve.models.base import Batch, Pages, Params
@@ -60,6 +61,8 @@ def simulate(
     policy: Policy,
     cost: StepCost,
     *,
+    link: LinkCost = INSTANT,
+    disk: LinkCost = INSTANT,
     seed: int = 0,
     jump: bool = True,
     on_event: Callable[[Event], None] | None = None,
@@ -73,7 +76,8 @@ def simulate(
         tell the policy.
       config: num_blocks must be set. Without prefix caching a run is much faster, for
         launches that change nothing are jumped over.
-      cost: seconds of a step.
+      cost: seconds of a step. link: of copying KV blocks to the host and back. disk: of
+        writing them to disk and reading them.
       seed: of the token ids, which only prefix caching looks at.
       jump: False plans every launch; the result is the same.
       progress: called with the number of requests that ended since the last call.
@@ -84,7 +88,7 @@ def simulate(
     truth: dict[int, Truth] = {}
 
     def executor(model: object, params: object, shape: EngineShape) -> SimExecutor:
-        return SimExecutor(shape, truth, cost, jump=jump)
+        return SimExecutor(shape, truth, cost, link=link, disk=disk, jump=jump)
 
     model = NoModel()
     engine = Engine(model, None, config, policy, executor=executor, on_event=on_event)

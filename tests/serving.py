@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+import tempfile
 from collections.abc import Sequence
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 from jaxserve import Engine, EngineConfig, RequestOutput, SamplingParams
 from jaxserve.core import Event, StepOutput, StepPlan
 from jaxserve.executors.cost_model import LinearCost
-from jaxserve.executors.jax_executor import JaxExecutor
+from jaxserve.executors.jax_executor import JaxExecutor, open_store
 from jaxserve.executors.link import LinkCost
 from jaxserve.executors.sim_executor import SimExecutor, Truth
 from jaxserve.models.hash_model import HashModel, next_token
@@ -28,6 +29,7 @@ from jaxserve.scheduling.policies import Policy
 EOS = (7, 50)
 COST = LinearCost()
 LINK = LinkCost(block_s=0.003, fixed_s=0.002)
+DISK = LinkCost(block_s=0.005, fixed_s=0.004)
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -176,10 +178,16 @@ def make_engine(
 
     def executor(model, params, shape):
         if truth is None:
-            recorder = Recorder(JaxExecutor(model, params, shape, cost=cost, link=LINK))
+            store = None
+            if config.num_disk_blocks:
+                store = open_store(tempfile.mkdtemp(), model, params, shape)
+            inner = JaxExecutor(
+                model, params, shape, cost=cost, link=LINK, disk=DISK, store=store
+            )
+            recorder = Recorder(inner)
         else:
             assert cost is not None
-            recorder = Recorder(SimExecutor(shape, truth, cost, link=LINK))
+            recorder = Recorder(SimExecutor(shape, truth, cost, link=LINK, disk=DISK))
         recorders.append(recorder)
         return recorder
 
@@ -232,6 +240,7 @@ def drive(
             outputs[output.request_id] = output
         steps += 1
         assert steps < 200 * (len(jobs) + 5), "the engine makes no progress"
+    engine.settle_tiers()
     return Run(engine, recorder, outputs, events)
 
 

@@ -15,12 +15,13 @@ import contextlib
 import fcntl
 import itertools
 import os
+import re
 import secrets
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxserve.kv_tiers.block_file import Damaged, Layout, decode, encode
+from jaxserve.kv_tiers.block_file import DIGEST_BYTES, Damaged, Layout, decode, encode
 from jaxserve.kv_tiers.host_pool import Payload
 from jaxserve.moves import NO_KEY, Label
 
@@ -64,6 +65,8 @@ class DiskStore:
     def _sweep(self) -> None:
         """Remove what engines left that have died: their locks are free."""
         for lock in self._folder.glob("*.lock"):
+            if not re.fullmatch("[0-9a-f]{16}", lock.stem):
+                continue  # not an engine's
             with contextlib.suppress(OSError):
                 if time.time() - lock.stat().st_mtime < _MADE_S:
                     continue
@@ -89,7 +92,7 @@ class DiskStore:
     def _name(self, label: Label) -> str:
         if label.parent == NO_KEY:
             return f"{self._mine}.{label.key.hex()}.kv"
-        return f"{label.key.hex()}.{label.parent.hex()}.{label.column}.kv"
+        return _block_name(label)
 
     # Blocks ---------------------------------------------------------------------------
 
@@ -183,6 +186,13 @@ def _label(name: str) -> Label | None:
         return None
     try:
         key, parent, column = bytes.fromhex(parts[0]), bytes.fromhex(parts[1]), parts[2]
-        return Label(key, parent, int(column))
+        label = Label(key, parent, int(column))
     except ValueError:
         return None
+    whole = len(key) == len(parent) == DIGEST_BYTES and 0 <= label.column < 2**32
+    return label if whole and name == _block_name(label) else None
+
+
+def _block_name(label: Label) -> str:
+    """The name of the file of a block that many may read."""
+    return f"{label.key.hex()}.{label.parent.hex()}.{label.column}.kv"

@@ -52,6 +52,7 @@ class Decision:
       mode: what was chosen.
       lost: what the victim held.
       predicted_s, other_s: what it, and the best other way, would cost.
+      others: requests that shared its launches when it was chosen.
       actual_s: what it has cost so far.
       stay: the request's next one, once it has a slot again.
       names: payloads that were copied for it. fetches: numbers of its own.
@@ -61,6 +62,7 @@ class Decision:
     lost: Loss
     predicted_s: float
     other_s: float
+    others: int
     actual_s: float = 0.0
     stay: Running | None = None
     names: list[int] = dataclasses.field(default_factory=list)
@@ -129,11 +131,12 @@ class Decisions:
         pairs = prefill_pairs(start, start + self._size)
         return self._size * token_s + pairs * pair_s
 
-    def choose(self, index: int, lost: Loss, room: Collection[Way]) -> Way:
+    def choose(self, index: int, lost: Loss, room: Collection[Way], others: int) -> Way:
         """How to preempt a victim; remembers what was expected.
 
         Args:
           room: ways for which there is room.
+          others: requests that share its launches.
         """
         self.forget(index)  # what it lost before, it has not got back
         rates = self.rates
@@ -147,6 +150,7 @@ class Decisions:
             kept_tokens=cached * self._size,
             blocks=private + leave * mine,
             stored=leave * lost.stored,
+            others=others,
         )
         queues = Queues(
             len(self._leaving) * rates.out_s + self._wait_s["in"],
@@ -155,7 +159,7 @@ class Decisions:
         way = choose(self._mode, victim, rates, queues, room)
         costs = costs_s(victim, rates, queues)
         other_s = min(cost for other, cost in costs.items() if other != way)
-        self._open[index] = Decision(way, lost, costs[way], other_s)
+        self._open[index] = Decision(way, lost, costs[way], other_s, others)
         return way
 
     def move(
@@ -276,6 +280,7 @@ class Decisions:
             "mode": decision.mode,
             "predicted_s": decision.predicted_s,
             "other_s": decision.other_s,
+            "others": decision.others,
             "actual_s": decision.actual_s,
         }
         return Event("resumed", time_s, request.request_id, data)

@@ -229,11 +229,12 @@ class Incoming:
             index = self._fetching.pop(number, None)
             if index is not None:  # else it was called off
                 self._coming[index].coming = None
-        failed = set(arrived.failed)
-        for coming in self._coming.values():
-            lost = [i for i, name in enumerate(coming.names) if name in failed]
-            if lost:
-                self._cut(coming, lost[0])
+        if arrived.failed:
+            holds = self._tiers.payloads.holds  # a payload that was not saved is here
+            for coming in self._coming.values():
+                there = [holds(name) for name in coming.names]
+                if not all(there):
+                    self._cut(coming, there.index(False))
 
     def _cut(self, coming: Coming, keep: int) -> None:
         """Some columns will not come: do with those before them."""

@@ -261,7 +261,9 @@ class Planner:
             # What is there of it can no longer make room for the rest.
             if tiers.has_disk and blocks <= tiers.room_on_disk():
                 room.append("disk")
-        return self._books.decisions.choose(victim.request.index, lost, room)
+        others = len(self._residents.running)
+        index = victim.request.index
+        return self._books.decisions.choose(index, lost, room, others)
 
     def _preempt_behind(self, running: Running) -> None:
         """Make a block possible from running requests behind, farthest first."""

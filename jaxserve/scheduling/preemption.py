@@ -5,8 +5,8 @@ request, a plan or a clock: facts come in as numbers.
 
 Where every cost is linear in tokens, length cancels: swapping wins if a token's bytes
 over the bandwidth are less than its prefill time. A choice by victim is real because of
-the way out, the link's queue, what survives in the prefix cache, and attention's
-growth.
+the way out, the link's queue, what survives in the prefix cache, attention's growth,
+and the others whose launches grow by what is computed again.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class Victim(NamedTuple):
         computed again.
       blocks: that would be copied back if it is not.
       stored: those of them that are below the device already.
+      others: requests that share its launches. What is computed again makes the launch
+        longer for each of them; what is copied does not.
     """
 
     input_tokens: int
@@ -42,6 +44,7 @@ class Victim(NamedTuple):
     kept_tokens: float
     blocks: float
     stored: float = 0.0
+    others: int = 0
 
 
 class Rates(NamedTuple):
@@ -136,7 +139,8 @@ def choose(
     """How to preempt a victim.
 
     Args:
-      mode: "auto" compares all that each way costs. "article" is a published rule of
+      mode: "auto" compares how long each way delays the victim, and all others that
+        computing again delays. "article" is a published rule of
         thumb, kept for study: M_KV / B < n_input / S, the bytes of all tokens over the
         link's bandwidth against the prompt's tokens over the prefill speed. It leaves
         out the way to the host and the tokens generated. What has no room on the host
@@ -145,6 +149,7 @@ def choose(
     """
     if mode == "auto":
         costs = costs_s(victim, rates, queues)
+        costs["recompute"] *= 1 + victim.others
         return min((way for way in costs if way in room), key=costs.__getitem__)
     article = victim.blocks * rates.in_s < victim.input_tokens * rates.token_s
     if mode == "recompute" or (mode == "article" and not article):

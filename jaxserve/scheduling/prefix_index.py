@@ -153,9 +153,11 @@ class PrefixIndex:
     def labels(self) -> list[tuple[int, Label]]:
         """Every live handle that can be found, and what it names: the longest unused
         first, those in use last."""
-        used = [handle for handle in self._label if handle not in self._idle]
-        labels = ((handle, self._label[handle]) for handle in [*self._idle, *used])
-        return [(handle, label) for handle, label in labels if label is not None]
+        named = [(h, label) for h, label in self._label.items() if label is not None]
+        used = [item for item in named if item[0] not in self._idle]
+        used.sort(key=lambda item: -item[1].column)
+        idle = [(handle, self._label[handle]) for handle in self._idle]
+        return [(h, label) for h, label in idle if label is not None] + used
 
     def evict(self, handle: int) -> None:
         """Forget an unpinned handle, which the caller retires in this plan."""

@@ -139,7 +139,7 @@ class TierIndex:
         if entry is not None and key not in self._children and not self._pins[key]:
             heapq.heappush(self._heap, (entry.worth, entry.stamp, key))
         if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = [item for item in self._heap if self._is_current(*item)]
+            self._heap = [item for item in set(self._heap) if self._is_current(*item)]
             heapq.heapify(self._heap)
 
     def _is_current(self, worth: float, stamp: int, key: bytes) -> bool:

@@ -36,7 +36,7 @@ class TierCounters:
     saved_blocks: int = 0  # written to disk
     loaded_blocks: int = 0  # read from disk
     failed_saves: int = 0
-    failed_loads: int = 0  # files missing, damaged or not ours, errors, timeouts
+    failed_loads: int = 0  # files missing, damaged or not ours, errors
     skipped_saves: int = 0  # not tried, for the window was full
     unreachable_blocks: int = 0  # left since the block before them was gone
 
@@ -206,7 +206,8 @@ class Tiers:
         device = list(on_device)
         keys = {label.key for _, label in device}
         host = [(-1, label) for label in self.host.labels() if label.key not in keys]
-        self._to_save = (host + device)[-self._disk_blocks :]
+        latest = _parents_first(reversed(host + device))
+        self._to_save = latest[: self._disk_blocks][::-1]
         for _, label in self._to_save:  # what is there makes no room for the others
             self.disk.use([label.key])
 
@@ -273,13 +274,16 @@ class Tiers:
         key = self.host.victim()
         assert key is not None, "room was promised that is not there"
         label = self.host.label(key)
-        name = self.host.remove(key)
+        name = self.host.payload(key)
         assert name is not None
         if self._disk_blocks and key not in self.disk and self._write != "never":
             if self._room_for_save(name):
                 self._save(plan, name, label)
             else:
                 self.counters.skipped_saves += 1
+        if key not in self.host:
+            return  # it went with those before it, to make room
+        self.host.remove(key)
         self.payloads.let_go(name, "pool")
         self.left(key)
 
@@ -292,7 +296,8 @@ class Tiers:
             if key is None:
                 return False
             self._erase(key)
-        return True
+        # What is written may itself have left with a block before it.
+        return name is None or self.payloads.holds(name)
 
     def _trim_disk(self) -> None:
         while self.disk_used > self._disk_blocks:
@@ -414,7 +419,9 @@ class Tiers:
                 self.payloads.vanish(name)
                 self.counters.failed_loads += 1
                 self._private.pop(int.from_bytes(label.key, "little"), None)
-            self._lose(label.key)
+            if self._written_by(name, label):
+                self._lose(label.key)
+                self._erased.append(label)  # whatever is there is no use
         for label in arrived.found:
             if label.key not in self.disk:
                 self.disk.add(label)
@@ -470,6 +477,19 @@ class Tiers:
         pinned = not (self.host.holds_no_pins() and self.disk.holds_no_pins())
         window = self.payloads.used("window")
         return not (mine or pinned or window or self._erased)
+
+
+def _parents_first(blocks: Iterable[tuple[int, Label]]) -> list[tuple[int, Label]]:
+    """The blocks in their order, but none before the one it follows."""
+    left = {label.key: (handle, label) for handle, label in blocks}
+    ordered: list[tuple[int, Label]] = []
+    for key in list(left):
+        chain: list[tuple[int, Label]] = []
+        while key in left:
+            chain.append(left.pop(key))
+            key = chain[-1][1].parent
+        ordered += reversed(chain)
+    return ordered
 
 
 def _private(name: int) -> Label:

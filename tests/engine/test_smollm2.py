@@ -105,12 +105,11 @@ def test_a_third_of_the_memory_one_step_a_launch(llm: LLM) -> None:
 SCHEDULES = {
     "static batches": {"batching": "static"},
     "mlfq": {"scheduling_policy": "mlfq(quanta=(8, 16))", "tight": True},
-    "mlfq, swapped": {
+    "mlfq, four steps a launch": {
         "scheduling_policy": "mlfq(quanta=(8, 16))",
-        "tight": True,
-        "preemption_mode": "swap",
-        "num_swap_blocks": 64,
+        "num_scheduler_steps": 4,
         "enable_prefix_caching": False,
+        "tight": True,
     },
     "srpt, prompts apart": {
         "scheduling_policy": "srpt(history(window=4), preempt_until=1.0)",
@@ -137,10 +136,18 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_gives_the_same_answers(name: str) -> None:
+MODES = ("recompute", "swap", "disk", "auto")
+TIGHT = [name for name in SCHEDULES if SCHEDULES[name].get("tight")]
+
+
+def check_schedule(name: str, mode: str, folder: pathlib.Path) -> None:
+    """Serve all prompts; their answers must be the reference's."""
     prompts, _, _ = reference()
     options = dict(SCHEDULES[name])
+    if mode != "recompute":
+        options |= {"preemption_mode": mode, "num_swap_blocks": 24}
+    if mode in ("disk", "auto"):
+        options |= {"disk_cache_dir": str(folder), "num_disk_blocks": 100}
     need = sum(-(-(len(prompt) + TOKENS - 1) // 16) for prompt in prompts)
     tight = options.pop("tight", False)
     llm = make_llm(num_blocks=need // 3 if tight else 256, **options)
@@ -151,7 +158,40 @@ def test_every_schedule_gives_the_same_answers(name: str) -> None:
         priority=[i % 3 for i in range(16)],
         user=["ann" if i % 4 else "bob" for i in range(16)],
     )
-    assert (llm.stats()["preemptions"] > 0) == tight
-    swapped = options.get("preemption_mode") == "swap"
-    assert (llm.stats()["restored_blocks"] > 0) == swapped
+    stats = llm.stats()
+    assert (stats["preemptions"] > 0) == tight
+    if mode in ("swap", "disk"):
+        assert stats[f"preemptions_by_{mode}"] > 0 and stats["restored_blocks"] > 0
     check(outputs, range(16))
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("static batches", "recompute"),
+        ("mlfq", "swap"),
+        ("srpt, prompts apart", "auto"),
+        ("ageing priorities, decodes first", "disk"),
+        ("fair share, two launches in flight", "recompute"),
+        ("fair share, two launches in flight", "swap"),
+        ("sjf by the prompt, bounded", "disk"),
+    ],
+)
+def test_every_schedule_gives_the_same_answers(
+    name: str, mode: str, tmp_path: pathlib.Path
+) -> None:
+    check_schedule(name, mode, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", TIGHT)
+def test_every_schedule_and_every_way_to_preempt(
+    name: str, mode: str, tmp_path: pathlib.Path
+) -> None:
+    check_schedule(name, mode, tmp_path)
+
+
+def test_the_slow_tests_cover_six_schedules() -> None:
+    assert len(TIGHT) == 6

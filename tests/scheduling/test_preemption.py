@@ -158,8 +158,7 @@ def test_auto_takes_the_cheapest_way_for_which_there_is_room(seed: int) -> None:
         disk = blocks * rates.save_s + blocks * rates.load_s + 2 * rates.disk_transfer_s
         costs["disk"] = costs["swap"] + queues.disk_s + disk
         lower: tuple[Way, ...] = ("swap", "disk")
-        room: list[Way] = ["recompute"]
-        room += [way for way in lower if rng.random() < 0.6]
+        room: list[Way] = ["recompute", *(w for w in lower if rng.random() < 0.6)]
         way = choose("auto", victim, rates, queues, room)
         assert way in room
         assert costs[way] <= min(costs[other] for other in room) * (1 + 1e-9)

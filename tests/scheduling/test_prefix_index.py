@@ -183,6 +183,43 @@ def test_reset_forgets_names_and_keeps_pins() -> None:
     assert index.evictable == 2 and index.has_forgotten
 
 
+def published(index: PrefixIndex, keys: list[bytes]) -> list[int]:
+    """A chain in use, each block's label with its true parent."""
+    handles = []
+    for column, (key, parent) in enumerate(
+        zip(keys, [root_key(None, 0), *keys], strict=False)
+    ):
+        handle = index.publish(Label(key, parent, column), fresh=False)
+        assert handle is not None and index.label(handle) == Label(key, parent, column)
+        handles.append(handle)
+    return handles
+
+
+def test_labels_are_listed_by_use_and_those_in_use_last() -> None:
+    index = PrefixIndex(16)
+    a, b, used = (keys_of([token] * 6, 2) for token in (1, 2, 3))
+    handles_a, _, handles_b = (published(index, keys) for keys in (a, used, b))
+    index.unpin(handles_b)
+    index.unpin(handles_a)
+    listed = [label.key for _, label in index.labels()]
+    assert listed[:6] == [*b[::-1], *a[::-1]] and sorted(listed[6:]) == sorted(used)
+    assert all(index.label(handle) == label for handle, label in index.labels())
+    index.reset()
+    assert index.labels() == [] and index.label(handles_a[0]) is None
+
+
+def test_of_labels_the_last_ones_are_whole_chains() -> None:
+    """So many as a disk holds are written: no block without those before it."""
+    index = PrefixIndex(16)
+    idle, used = (keys_of([token] * 6, 2) for token in (1, 2))
+    index.unpin(published(index, idle))
+    published(index, used)
+    labels = [label for _, label in index.labels()]
+    for start in range(len(labels)):
+        kept = {label.key for label in labels[start:]} | {root_key(None, 0)}
+        assert all(label.parent in kept for label in labels[start:])
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_use_agrees_with_a_model(seed: int) -> None:
     """Users pin chains; the model keeps when each handle was last let go."""

@@ -130,6 +130,15 @@ def test_what_two_want_and_nobody_can_keep_is_lost_to_both() -> None:
     assert pool(space) == (0, 2)
 
 
+def test_what_follows_a_lost_block_is_lost_too() -> None:
+    tiers = disk(9, 1, 1, "ab")
+    space, first = SwapSpace(tiers), plan()
+    space.take(first, stay(0, 0, "a", 5), range(1, 2), promised=0)
+    tiers.load(first, label("ab"), request=7)  # for another: the window is full
+    space.evicted(first, 8, label("a"))
+    assert space.lost == 1 and flushed(tiers, first).erase == (label("ab"),)
+
+
 def test_what_one_loses_makes_room_for_another() -> None:
     device = {key("a")}
     tiers = Tiers(Payloads(2), on_device=device.__contains__)

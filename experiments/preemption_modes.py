@@ -1,0 +1,198 @@
+"""Recompute, swap, or what the cost model chooses: which way to preempt is faster?
+
+Heavy-tailed outputs come faster than a KV cache of 20,000 tokens can take them, so that
+requests lose their slots while they decode. By a published rule swapping wins where
+S * kappa < B: prefill speed (tokens a second) times KV bytes of a token, against the
+bandwidth of the link. It counts the way back alone; both ways take twice as long.
+
+In simulation two models run over a sweep of bandwidths; --live serves SmolLM2 on this
+machine's own link, the modes in turn, and tells how near the predictions were.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import app, flags, logging
+from tqdm import tqdm
+
+from experiments import common, live_runs, preemption_picture
+from jaxserve import EngineConfig
+from jaxserve.core import Event
+from jaxserve.executors.cost_model import LinearCost
+from jaxserve.executors.link import LinkCost
+from jaxserve.scheduling.policies import fcfs
+from jaxserve.scheduling.preemption import break_even_tokens_s
+from jaxserve.simulation import Results, simulate
+from jaxserve.workloads import Workload, make_workload
+
+_REQUESTS = flags.DEFINE_integer("requests", 600, "Of each run.")
+_GBPS = flags.DEFINE_multi_float(
+    "gbps", [2, 4, 8, 16, 32, 64], "Bandwidths of the link, GB/s each way."
+)
+_RATES = flags.DEFINE_multi_float("rps", [3.0, 4.0], "Requests a second.")
+_LIVE = flags.DEFINE_bool("live", False, "Serve SmolLM2 on this machine instead.")
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Of --live, modes in turn.")
+_OUT = flags.DEFINE_string("out", "results", "Folder for JSON lines and the picture.")
+
+MODES = ("recompute", "swap", "auto", "article")
+BLOCK, KV_TOKENS, MODEL_LEN = 16, 20_000, 6_400
+
+
+class Served(NamedTuple):
+    """A model as the simulation knows it."""
+
+    cost: LinearCost
+    token_bytes: int  # of KV
+
+
+# Constants of data-sheet magnitude; the smaller is `cost_model.PROFILES`' "a100-8b".
+MODELS = {
+    "13B, every head its own KV": Served(LinearCost(0.0, 1.6e-4, 5.1e-7, 0.02), 819200),
+    "8B, KV heads shared": Served(LinearCost(0.0, 8e-5, 8.2e-8, 0.0125), 131072),
+}
+
+
+def config(mode: str, **changes: Any) -> EngineConfig:
+    """An engine in tight memory with a host that has room."""
+    options = {
+        "max_model_len": MODEL_LEN,
+        "block_size": BLOCK,
+        "num_blocks": KV_TOKENS // BLOCK,
+        "num_swap_blocks": 100_000,
+        "max_num_seqs": 256,
+        "enable_prefix_caching": False,
+        "preemption_mode": mode,
+        **changes,
+    }
+    return EngineConfig(**options)
+
+
+def measures(results: Results) -> dict[str, float]:
+    """What a run came to."""
+    requests = results.requests
+    each = [r.e2e_s / len(r.token_times_s) for r in requests]
+    ttft = [r.ttft_s for r in requests if r.ttft_s is not None]
+    return {
+        "s_per_token": statistics.fmean(each),
+        "ttft_s": statistics.fmean(ttft),
+        "e2e_s": statistics.fmean(r.e2e_s for r in requests),
+        "preemptions": results.stats["preemptions"],
+        "swapped": results.stats["preemptions_by_swap"],
+        "recomputed_tokens": results.stats["recomputed_tokens"],
+    }
+
+
+def sweep() -> list[dict[str, Any]]:
+    """The simulated runs, as rows."""
+    rows = []
+    runs = [
+        (model, rps, mode, gbps)
+        for model in MODELS
+        for rps in _RATES.value
+        for mode in MODES
+        for gbps in _GBPS.value
+        if mode != "recompute" or gbps == _GBPS.value[0]  # which no link touches
+    ]
+    for model, rps, mode, gbps in tqdm(runs, disable=None, desc="Simulating"):
+        cost, token_bytes = MODELS[model]
+        n, seed = _REQUESTS.value, common.seed()
+        workload = make_workload("W3", n=n, seed=seed, rate=rps)
+        link = LinkCost(block_s=BLOCK * token_bytes / (gbps * 1e9), fixed_s=2e-5)
+        results = simulate(workload, config(mode), fcfs(), cost, link=link)
+        row = {"model": model, "rps": rps, "mode": mode, "gbps": gbps}
+        rows.append(row | measures(results))
+    return rows
+
+
+def live() -> list[dict[str, Any]]:
+    """Runs of SmolLM2 in turn, as rows."""
+    loaded, rows = live_runs.smollm2(), []
+    workload = _short(_REQUESTS.value)
+    for round_ in tqdm(range(_ROUNDS.value), disable=None, desc="Rounds"):
+        for mode in MODES[:3]:
+            events: list[Event] = []
+            shape = config(mode, max_model_len=1024, max_num_seqs=32, num_blocks=160)
+            results = live_runs.serve(
+                loaded, workload, shape, fcfs(), on_event=events.append
+            )
+            last_s = max(r.finished_s for r in results.requests)
+            row = {"round": round_, "mode": mode, "seconds": last_s - _first_s(results)}
+            rows.append(row | measures(results) | errors(events))
+    return rows
+
+
+def _first_s(results: Results) -> float:
+    return min(r.arrival_s for r in results.requests)
+
+
+def _short(n: int) -> Workload:
+    """W5's lengths at the scale of a small model: an eighth, all at once."""
+    jobs = make_workload("W3", n=n, seed=common.seed(), rate=1.0)
+    return tuple(
+        job._replace(
+            arrival_s=0.0,
+            prompt_tokens=max(1, job.prompt_tokens // 2),
+            output_tokens=max(1, min(job.output_tokens, 512)),
+        )
+        for job in jobs
+    )
+
+
+def errors(events: Sequence[Event]) -> dict[str, float | None]:
+    """How far off the predictions were after 20 decisions, in the median, by mode."""
+    told = [event.data for event in events if event.kind == "resumed"][20:]
+    found: dict[str, float | None] = {}
+    for mode in ("recompute", "swap"):
+        off = [
+            abs(data["predicted_s"] - data["actual_s"]) / data["actual_s"]
+            for data in told
+            if data["mode"] == mode and data["actual_s"] > 0
+        ]
+        found[f"{mode}_error"] = statistics.median(off) if off else None
+    return found
+
+
+def paired(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Seconds of "auto" against the better fixed mode of the same round."""
+    by = {(row["round"], row["mode"]): row["seconds"] for row in rows}
+    ratios = [
+        by[round_, "auto"] / min(by[round_, "recompute"], by[round_, "swap"])
+        for round_ in range(_ROUNDS.value)
+    ]
+    shown = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+    return f"auto against the better fixed mode: {shown}; median " + (
+        f"{statistics.median(ratios):.3f}"
+    )
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)  # JAX tells which backends it tried
+    out = Path(_OUT.value)
+    if _LIVE.value:
+        rows = live()
+        common.write_json_lines(out / "preemption_modes_live.jsonl", rows)
+        print(common.table(rows), paired(rows), sep="\n")
+        return
+    rows = sweep()
+    common.write_json_lines(out / "preemption_modes.jsonl", rows)
+    print(common.table(rows))
+    for model, (cost, token_bytes) in MODELS.items():
+        crossing = token_bytes / cost.token_s / 1e9
+        print(
+            f"{model}: S * kappa = {crossing:.3g} GB/s; at 25 GB/s one way breaks even "
+            f"at {break_even_tokens_s(25e9, token_bytes):,.0f} tokens/s"
+        )
+    picture = out / "preemption_modes.png"
+    crossings = {m: s.token_bytes / s.cost.token_s / 1e9 for m, s in MODELS.items()}
+    preemption_picture.draw(rows, crossings, picture)
+    print(picture)
+
+
+if __name__ == "__main__":
+    app.run(main)
