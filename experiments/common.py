@@ -28,7 +28,7 @@ MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 64, "Requests running at onc
 _BATCHED_TOKENS = flags.DEFINE_integer(
     "max_num_batched_tokens", 512, "Token budget of a step."
 )
-_BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Tokens of a KV block.")
+BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Tokens of a KV block.")
 NUM_BLOCKS = flags.DEFINE_integer("num_blocks", None, "KV blocks; default by memory.")
 _CACHING = flags.DEFINE_bool("enable_prefix_caching", True, "Share equal prefixes.")
 _STEPS = flags.DEFINE_integer("num_scheduler_steps", 1, "Decode steps a launch.")
@@ -55,7 +55,7 @@ def make_llm(*, on_event: Callable[[Event], None] | None = None, **changes: Any)
         "max_model_len": _MAX_MODEL_LEN.value,
         "max_num_seqs": MAX_NUM_SEQS.value,
         "max_num_batched_tokens": _BATCHED_TOKENS.value,
-        "block_size": _BLOCK_SIZE.value,
+        "block_size": BLOCK_SIZE.value,
         "num_blocks": NUM_BLOCKS.value,
         "enable_prefix_caching": _CACHING.value,
         "num_scheduler_steps": _STEPS.value,

@@ -29,14 +29,16 @@ from jaxserve.scheduling.preemption import break_even_tokens_s
 from jaxserve.simulation import Results, simulate
 from jaxserve.workloads import Workload, make_workload
 
-_REQUESTS = flags.DEFINE_integer("requests", 600, "Of each run.")
+_N = flags.DEFINE_integer("n", 600, "Of each run.")
 _GBPS = flags.DEFINE_multi_float(
     "gbps", [2, 4, 8, 16, 32, 64], "Bandwidths of the link, GB/s each way."
 )
 _RATES = flags.DEFINE_multi_float("rps", [3.0, 4.0], "Requests a second.")
 _LIVE = flags.DEFINE_bool("live", False, "Serve SmolLM2 on this machine instead.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Of --live, modes in turn.")
-_OUT = flags.DEFINE_string("out", "results", "Folder for JSON lines and the picture.")
+_OUT_DIR = flags.DEFINE_string(
+    "out_dir", "results", "Folder for JSON lines and the picture."
+)
 
 MODES = ("recompute", "swap", "auto", "article")
 BLOCK, KV_TOKENS, MODEL_LEN = 16, 20_000, 6_400
@@ -73,13 +75,12 @@ def config(mode: str, **changes: Any) -> EngineConfig:
 
 def measures(results: Results) -> dict[str, float]:
     """What a run came to."""
-    requests = results.requests
-    each = [r.e2e_s / len(r.token_times_s) for r in requests]
-    ttft = [r.ttft_s for r in requests if r.ttft_s is not None]
+    told = [(r.ttft_s, r.e2e_s, len(r.token_times_s)) for r in results.requests]
+    e2e = [(e2e_s, tokens) for _, e2e_s, tokens in told if e2e_s is not None]
     return {
-        "s_per_token": statistics.fmean(each),
-        "ttft_s": statistics.fmean(ttft),
-        "e2e_s": statistics.fmean(r.e2e_s for r in requests),
+        "s_per_token": statistics.fmean(e2e_s / tokens for e2e_s, tokens in e2e),
+        "ttft_s": statistics.fmean(ttft for ttft, _, _ in told if ttft is not None),
+        "e2e_s": statistics.fmean(e2e_s for e2e_s, _ in e2e),
         "preemptions": results.stats["preemptions"],
         "swapped": results.stats["preemptions_by_swap"],
         "recomputed_tokens": results.stats["recomputed_tokens"],
@@ -99,7 +100,7 @@ def sweep() -> list[dict[str, Any]]:
     ]
     for model, rps, mode, gbps in tqdm(runs, disable=None, desc="Simulating"):
         cost, token_bytes = MODELS[model]
-        n, seed = _REQUESTS.value, common.seed()
+        n, seed = _N.value, common.seed()
         workload = make_workload("W3", n=n, seed=seed, rate=rps)
         link = LinkCost(block_s=BLOCK * token_bytes / (gbps * 1e9), fixed_s=2e-5)
         results = simulate(workload, config(mode), fcfs(), cost, link=link)
@@ -108,10 +109,10 @@ def sweep() -> list[dict[str, Any]]:
     return rows
 
 
-def live() -> list[dict[str, Any]]:
-    """Runs of SmolLM2 in turn, as rows."""
+def live(path: Path) -> list[dict[str, Any]]:
+    """Runs of SmolLM2 in turn, as rows, which go to a file too."""
     loaded, rows = live_runs.smollm2(), []
-    workload = _short(_REQUESTS.value)
+    workload = _short(_N.value)
     for round_ in tqdm(range(_ROUNDS.value), disable=None, desc="Rounds"):
         for mode in MODES[:3]:
             events: list[Event] = []
@@ -119,14 +120,13 @@ def live() -> list[dict[str, Any]]:
             results = live_runs.serve(
                 loaded, workload, shape, fcfs(), on_event=events.append
             )
-            last_s = max(r.finished_s for r in results.requests)
-            row = {"round": round_, "mode": mode, "seconds": last_s - _first_s(results)}
+            took_s = max(r.finished_s or 0.0 for r in results.requests) - min(
+                r.arrival_s or 0.0 for r in results.requests
+            )
+            row = {"round": round_, "mode": mode, "seconds": took_s}
             rows.append(row | measures(results) | errors(events))
+            common.write_json_lines(path, rows)  # so far: each takes minutes
     return rows
-
-
-def _first_s(results: Results) -> float:
-    return min(r.arrival_s for r in results.requests)
 
 
 def _short(n: int) -> Workload:
@@ -173,10 +173,9 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)  # JAX tells which backends it tried
-    out = Path(_OUT.value)
+    out = Path(_OUT_DIR.value)
     if _LIVE.value:
-        rows = live()
-        common.write_json_lines(out / "preemption_modes_live.jsonl", rows)
+        rows = live(out / "preemption_modes_live.jsonl")
         print(common.table(rows), paired(rows), sep="\n")
         return
     rows = sweep()

@@ -498,6 +498,7 @@ class Engine:
             "cached_blocks": scheduler.cached_blocks,
             "idle_cached_blocks": scheduler.idle_cached_blocks,
             "cache_loss_blocks": scheduler.lost_blocks,
+            "fragmentation": scheduler.fragmentation,
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting + len(self._future),
             "compiles": self.executor.compiles,

@@ -468,6 +468,7 @@ class Planner:
         if not residents.slot_free and self._ranking.last_class <= klass:
             return None
         need = self._shape.blocks(request.num_tokens) - hits + residents.outstanding
+        spare = self._spare(request)
         lower: list[Running] = []
         if self._ranking.last_class > klass:
             lower += [r for r in self._may_give_way() if key(r.request).klass > klass]
@@ -476,12 +477,25 @@ class Planner:
         while True:
             releases = [(v.slot, v.handles) for v in victims]
             possible = residents.budget.after_release(releases)
-            if possible >= need and (residents.slot_free or victims):
+            staying = len(residents.running) - len(victims)
+            free = possible - spare * staying
+            if free >= need and (residents.slot_free or victims):
                 return victims
             if not lower:
                 return None
             victims.append(lower.pop())
             need -= residents.needs(victims[-1])
+
+    def _spare(self, request: Request) -> int:
+        """Blocks that an admission leaves for the growth of each running request.
+
+        So whoever comes back after a preemption stays for the steps that fill a block,
+        at least: it is not preempted for memory again until somebody has filled one.
+        """
+        running = self._residents.running.values()
+        if request.preemptions or any(r.request.preemptions for r in running):
+            return self._shape.blocks(self._shape.decode_steps)
+        return 0
 
     def _count_admission(
         self, request: Request, running: Running, hits: int, restored: Restored | None

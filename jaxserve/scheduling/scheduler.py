@@ -120,6 +120,14 @@ class Scheduler:
         return self._residents.budget.count.free
 
     @property
+    def fragmentation(self) -> float:
+        """Share of the rows in running requests' blocks that hold no token yet, after
+        every launch planned, at most."""
+        lengths = self._residents.budget.count.length
+        held = sum(map(self._shape.blocks, lengths)) * self._shape.block_size
+        return 1.0 - sum(lengths) / held if held else 0.0
+
+    @property
     def cached_blocks(self) -> int:
         """Blocks with a name: live handles, after every launch planned."""
         return self._residents.index.live
