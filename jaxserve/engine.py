@@ -503,6 +503,7 @@ class Engine:
             "waiting": scheduler.num_waiting + len(self._future),
             "compiles": self.executor.compiles,
             **scheduler.below,
+            **scheduler.moved(self.executor.block_bytes),
             **dataclasses.asdict(scheduler.counters),
             **dataclasses.asdict(self._reports.accounts),
         }

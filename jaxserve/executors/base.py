@@ -65,6 +65,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block; 0 where there are none."""
+        ...
+
+    @property
     def compiles(self) -> int:
         """Programs compiled so far."""
         ...

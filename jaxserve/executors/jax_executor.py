@@ -23,7 +23,7 @@ from jaxserve.executors.link import INSTANT, LinkCost
 from jaxserve.executors.transfers import Transfers
 from jaxserve.kv_tiers.block_file import layout
 from jaxserve.kv_tiers.disk_store import DiskStore
-from jaxserve.models.base import Model, Params
+from jaxserve.models.base import Model, Params, block_bytes
 from jaxserve.moves import STILL, Arrived, Label, Moves, Transferred
 
 
@@ -65,6 +65,7 @@ class JaxExecutor:
         self._step = compiled(model, shape)
         self._compiled_before = num_compiled(self._step)
         self._store = store
+        self.block_bytes = block_bytes(model, shape.block_size)
         self._transfers = Transfers(model, shape, store)
         self._state = device_state.init(model, shape)
 

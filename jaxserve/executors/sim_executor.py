@@ -50,6 +50,7 @@ class SimExecutor:
     """
 
     compiles = 0
+    block_bytes = 0
 
     def __init__(
         self,

@@ -96,6 +96,10 @@ class Decisions:
         # Seconds that a transfer has waited for others, of late. On the way down the
         # queue is known; when a victim comes back, nobody knows who will be there.
         self._wait_s = {"in": 0.0, "load": 0.0}
+        # Totals by way: blocks and seconds of copies; and of the preemptions whose cost
+        # is known, what was expected and what it was.
+        self._moved = {way: [0, 0.0] for way in self._ways}
+        self._expected = {"predicted_s": 0.0, "actual_s": 0.0}
         self._open: dict[int, Decision] = {}  # by submission index
         self._payloads: dict[int, int] = {}  # whose each one is
         self._fetches: dict[int, int] = {}  # whose each one is
@@ -105,6 +109,16 @@ class Decisions:
     def holds_nothing(self) -> bool:
         """Whether no map has an entry of a request left."""
         return not (self._open or self._payloads or self._fetches)
+
+    def totals(self, block_bytes: int) -> dict[str, float]:
+        """Bytes and seconds of copies that have ended, each way, and of preemptions
+        whose cost is known what was expected and what it was."""
+        moved = {}
+        for way, (blocks, seconds) in self._moved.items():
+            moved[f"{way}_bytes"] = blocks * block_bytes
+            moved[f"{way}_s"] = seconds
+        told = {f"preemption_{name}": s for name, s in self._expected.items()}
+        return moved | told
 
     @property
     def rates(self) -> Rates:
@@ -220,6 +234,8 @@ class Decisions:
         """Take in copies that have ended."""
         for way, names, seconds, waited_s, number in transfers:
             self._ways[way].observe((1, len(names)), max(seconds, 1e-9))
+            self._moved[way][0] += len(names)
+            self._moved[way][1] += seconds
             if way == "in":
                 fetcher = self._fetches.get(number)
                 owners = [] if fetcher is None else [fetcher] * len(names)
@@ -275,6 +291,8 @@ class Decisions:
     def _close(self, stay: Running, time_s: float) -> Event:
         request = stay.request
         decision = self._end(request.index)
+        self._expected["predicted_s"] += decision.predicted_s
+        self._expected["actual_s"] += decision.actual_s
         data = {
             "index": request.index,
             "mode": decision.mode,

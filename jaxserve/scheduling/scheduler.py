@@ -156,6 +156,10 @@ class Scheduler:
             **dataclasses.asdict(tiers.counters),
         }
 
+    def moved(self, block_bytes: int) -> dict[str, float]:
+        """Totals of copies and of preemptions; see `Decisions.totals`."""
+        return self._books.decisions.totals(block_bytes)
+
     @property
     def saving(self) -> bool:
         """Whether something is on its way to disk or from it."""

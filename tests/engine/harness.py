@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 
 from jaxserve import Engine, EngineConfig, RequestOutput, SamplingParams
 from jaxserve.core import Event
 from jaxserve.executors.base import Executor
 from jaxserve.executors.cost_model import LinearCost
-from jaxserve.executors.jax_executor import JaxExecutor
+from jaxserve.executors.jax_executor import JaxExecutor, open_store
 from jaxserve.executors.link import LinkCost
 from jaxserve.executors.sim_executor import SimExecutor, Truth
 from jaxserve.models.hash_model import HashModel
@@ -220,7 +221,10 @@ def jax_executor(cost: LinearCost | None = SIM_C):
     """A maker of the real executor on a logical clock."""
 
     def make(model, params, shape):
-        return JaxExecutor(model, params, shape, cost=cost, link=LINK, disk=DISK)
+        store = open_store(tempfile.mkdtemp(), model, params, shape)
+        return JaxExecutor(
+            model, params, shape, cost=cost, link=LINK, disk=DISK, store=store
+        )
 
     return make
 

@@ -52,6 +52,7 @@ class ReferenceExecutor:
     """An executor on the hash model; requests are greedy or of temperature 1."""
 
     compiles = 0
+    block_bytes = 0
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from tests.engine.harness import (
 )
 from tests.serving import direct
 
-MODES = ["recompute", "swap"]
+MODES = ["recompute", "swap", "disk"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -33,7 +33,9 @@ MODES = ["recompute", "swap"]
 def test_ps1_preempted_twice_the_output_is_whole(executor: str, mode: str) -> None:
     """PS1 (vllm#16832, #5349): output incomplete, or taken for prompt, afterwards."""
     served = Served(
-        dataclasses.replace(JAX, preemption_mode=mode, num_swap_blocks=64),
+        dataclasses.replace(
+            JAX, preemption_mode=mode, num_swap_blocks=64, num_disk_blocks=64
+        ),
         policy=by_priority(),
         executor=EXECUTORS[executor],
     )
@@ -51,8 +53,9 @@ def test_ps1_preempted_twice_the_output_is_whole(executor: str, mode: str) -> No
     (finished,) = served.of("finished", "r")
     assert finished.data["prompt_tokens"] == 5 and finished.data["output_tokens"] == 8
     stats = served.stats()
-    assert stats["preemptions_by_swap"] == (2 if mode == "swap" else 0)
-    assert (stats["recomputed_tokens"] == 0) == (mode == "swap")
+    for way in ("swap", "disk"):
+        assert stats[f"preemptions_by_{way}"] == (2 if mode == way else 0)
+    assert (stats["recomputed_tokens"] == 0) == (mode != "recompute")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -61,8 +64,8 @@ def test_ps1_preempted_twice_the_output_is_whole(executor: str, mode: str) -> No
 def test_ps1_of_every_kind(
     b: int, launches: int, steps: int, caching: bool, mode: str
 ) -> None:
-    """PS1: preempted as often as it can be, in prompt, output and flight. By swap no
-    token is computed twice."""
+    """PS1: preempted as often as it can be, in prompt, output and flight. By swap or
+    disk no token is computed twice."""
     served = Served(
         config(
             b,
@@ -74,6 +77,8 @@ def test_ps1_of_every_kind(
             enable_prefix_caching=caching,
             preemption_mode=mode,
             num_swap_blocks=64,
+            num_disk_blocks=64,
+            tier_write="never",
         ),
         policy=by_priority(),
     )
@@ -90,7 +95,7 @@ def test_ps1_of_every_kind(
     assert served.outputs["r"].metrics.preemptions == count
     progress = served.of("progressed", "r")
     assert sum(e.data["output_tokens"] for e in progress) == 20
-    if mode == "swap":
+    if mode != "recompute":
         assert sum(e.data["prompt_tokens"] for e in progress) == 10
         stats = served.stats()
         assert stats["recomputed_tokens"] == stats["lost_swaps"] == 0

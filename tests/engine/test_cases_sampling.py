@@ -153,11 +153,18 @@ def test_sa5_logprobs_of_every_token(top: int, steps: int) -> None:
             assert e.logprob == pytest.approx(VALUES[i], abs=5e-5)
 
 
-def test_sa5_logprobs_survive_preemption() -> None:
-    """SA5, PS3 (sglang#39645): as many entries as tokens, equal to the unpreempted."""
+@pytest.mark.parametrize("mode", ["recompute", "swap", "disk"])
+def test_sa5_logprobs_survive_preemption(mode: str) -> None:
+    """SA5, PS3 (sglang#39645): as many entries as tokens, equal to the unpreempted.
+
+    `Served.step` checks that each output extends the one before by something new.
+    """
 
     def run(preemptions: int) -> tuple[list[int], list]:
-        served = Served(JAX, policy=by_priority(), executor=jax_executor())
+        shape = dataclasses.replace(
+            JAX, preemption_mode=mode, num_swap_blocks=20, num_disk_blocks=20
+        )
+        served = Served(shape, policy=by_priority(), executor=jax_executor())
         for i in range(8):
             served.add(f"mate {i}", [i], 40, priority=-1)
         served.add("r", range(11, 17), 6, logprobs=2)
@@ -165,7 +172,8 @@ def test_sa5_logprobs_survive_preemption() -> None:
             served.until(lambda n=count: len(served.tokens("r")) == n)
             preempt(served)
         served.finish()
-        assert len(served.of("preempted", "r")) == preemptions
+        ways = [event.data["mode"] for event in served.of("preempted", "r")]
+        assert ways == [mode] * preemptions
         completion = served.outputs["r"].outputs[0]
         assert completion.logprobs is not None
         return completion.token_ids, completion.logprobs

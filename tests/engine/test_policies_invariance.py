@@ -49,6 +49,7 @@ FACTORS = {
     "num_scheduler_steps": (1, 4),
     "launches_in_flight": (1, 2, 3),
     "num_blocks": (13, 64),  # 13: one request of full length and little else
+    "preemption_mode": ("recompute", "swap", "disk", "auto"),
 }
 PRODUCT, COVER = test_invariance.product(FACTORS), test_invariance.pairwise(FACTORS)
 
@@ -120,12 +121,17 @@ def check_run(combination: dict, seed: int) -> int:
             assert completion.finish_reason == why
         assert completion.token_ids == tokens, f"request {i} of seed {seed}"
     engine, config = done.engine, done.engine.config
+    engine.settle_tiers()
     assert engine.holds_nothing()
     stats = engine.stats()
+    assert stats["host_blocks"] == stats["host_cached_blocks"]
     assert stats["free_blocks"] == config.num_blocks - stats["cached_blocks"]
     assert done.recorder.outputs[-1].num_free == stats["free_blocks"]
     engine.reset_prefix_cache()
-    assert engine.stats()["free_blocks"] == config.num_blocks
+    cleared = engine.stats()
+    assert cleared["free_blocks"] == config.num_blocks
+    assert cleared["host_blocks"] == cleared["disk_blocks"] == 0
+    engine.close()
     return int(stats["preemptions"])
 
 
