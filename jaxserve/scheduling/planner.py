@@ -8,20 +8,19 @@ the time's passing; a planner lives for one plan.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection
 
 from jaxserve.config import EngineConfig, EngineShape
 from jaxserve.core import Event, Request
+from jaxserve.scheduling.below import FromBelow
 from jaxserve.scheduling.decisions import Decisions, Loss
-from jaxserve.scheduling.incoming import Coming, Incoming
+from jaxserve.scheduling.incoming import Incoming
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.preemption import Way
 from jaxserve.scheduling.ranking import Ranking
 from jaxserve.scheduling.residents import Residents, Restored
 from jaxserve.scheduling.running import Row, Running
 from jaxserve.scheduling.swap_space import SwapSpace
-from jaxserve.scheduling.tiers import Place
 
 
 @dataclasses.dataclass
@@ -58,23 +57,6 @@ class Books:
     events: list[Event] = dataclasses.field(default_factory=list)
 
 
-class Below(NamedTuple):
-    """What a waiting request can get from below the device.
-
-    Attributes:
-      restored: what has come for it.
-      places: what it should ask for.
-      waits: whether something is on its way.
-    """
-
-    restored: Restored | None = None
-    places: Sequence[Place] = ()
-    waits: bool = False
-
-
-WAITS = Below(waits=True)
-
-
 class Planner:
     """Fills one plan.
 
@@ -105,6 +87,9 @@ class Planner:
         self._books = books
         self._plan = plan
         self._now_s = now_s
+        self._below = FromBelow(
+            residents, swaps, incoming, plan, now_s, shape.block_size
+        )
         static = config.batching == "static"
         self._apart = static or config.prefill == "prefill_first"  # prompts, decodes
         self._blocked: list[Request] = []  # waiting for memory, first in rank first
@@ -243,8 +228,8 @@ class Planner:
         # nobody knows, so room is needed for all of them.
         shared = sum(pins(handle) > 0 for handle in victim.handles)
         blocks = shape.blocks(victim.planned)
-        tiers, index = self._swaps.tiers, self._residents.index
-        labels = [index.label(h) for h in victim.handles if pins(h) == 0]
+        tiers, names = self._swaps.tiers, self._residents.index
+        labels = [names.label(h) for h in victim.handles if pins(h) == 0]
         stored = sum(label is not None and tiers.holds(label.key) for label in labels)
         lost = Loss(
             input_tokens=len(victim.request.prompt),
@@ -288,13 +273,13 @@ class Planner:
         keys = self._books.keys[index]
         usable, hits = residents.match(request, keys)
         swapped = index in self._swaps.waiting
-        below = self._swapped_below(request, len(hits)) if swapped else None
+        below = self._below.swapped(request, len(hits)) if swapped else None
         if swapped and below is None:
             self._swaps.drop(index)
             self._books.decisions.forget(index)
             swapped = False
         if below is None:
-            below = self._cached_below(request, keys, len(hits), usable)
+            below = self._below.cached(request, keys, len(hits), usable)
         if below.waits:
             return None  # others may pass until it has come
         restored = below.restored
@@ -313,7 +298,7 @@ class Planner:
                 self.admitting = False
             return None
         # There is room: now what is below is worth fetching.
-        if below.places and self._ask(request, keys, len(hits), below.places, swapped):
+        if below.places and self._below.ask(request, keys, len(hits), below.places):
             residents.index.unpin(hits)
             return None
         for victim in victims:
@@ -331,110 +316,6 @@ class Planner:
             self._restored.add(index)
             return None  # its row is the next launch's, when it has its blocks
         return self.place(running)
-
-    def _ask(
-        self,
-        request: Request,
-        keys: list[bytes],
-        hits: int,
-        places: Sequence[Place],
-        swapped: bool,
-    ) -> bool:
-        """Whether a request's columns behind its cached ones are on their way now."""
-        # What a swapped request needs is kept for it already, and waits its turn.
-        pinned = [] if swapped else keys[: hits + len(places)]
-        return self._incoming.ask(
-            self._plan,
-            request.index,
-            hits,
-            places,
-            pinned,
-            self._now_s,
-            swapped=swapped,
-        )
-
-    def _cached_below(
-        self, request: Request, keys: list[bytes], hits: int, usable: int
-    ) -> Below:
-        """Cached blocks behind those that a request finds on the device."""
-        index, coming = request.index, self._incoming.get(request.index)
-        tiers = self._swaps.tiers
-        if coming and coming.swapped:
-            self._incoming.drop(index)  # of a swap that was lost
-            coming = None
-        if coming is None:
-            return Below(places=tiers.find(keys[hits:usable]))
-        if coming.waits:
-            return WAITS
-        if coming.given_up or coming.end <= hits:
-            if coming.arrived:
-                self._incoming.drop(index)  # others brought it
-            return Below()
-        if hits < coming.first:  # what was cached then has left the device
-            places = tiers.find(keys[hits : coming.first])
-            if len(places) < coming.first - hits:
-                self._incoming.drop(index)
-                return Below(places=places)
-            self._extend(request, keys, hits, places)
-            return WAITS
-        rows = coming.end * self._shape.block_size
-        return Below(self._give_back(coming, rows, request.num_tokens, hits))
-
-    def _swapped_below(self, request: Request, hits: int) -> Below | None:
-        """The columns of a swapped request behind those that it finds on the device.
-
-        None: something of it is lost, or others have computed more of its prompt
-        meanwhile than it had.
-        """
-        index, coming = request.index, self._incoming.get(request.index)
-        stay = self._swaps.waiting[index].stay
-        rows = stay.known_rows
-        end = self._shape.blocks(rows)
-        # It goes on to decode, or with what its prompt still lacks.
-        context = rows if stay.prefilled else request.num_tokens
-        if hits * self._shape.block_size > rows:
-            return None
-        if hits == end:
-            self._incoming.drop(index)
-            return Below(Restored((), rows, context, 0, resumed=True))
-        if coming and coming.waits and coming.places:
-            return WAITS
-        if coming and coming.given_up:
-            self._swaps.lost += 1
-            return None
-        arrived = coming if coming and coming.arrived and coming.end == end else None
-        if arrived and arrived.first <= hits:
-            return Below(self._give_back(arrived, rows, context, hits))
-        # What was cached on the device has left it since.
-        missing = range(hits, arrived.first if arrived else end)
-        places = self._swaps.sources(index, missing)
-        if places is None:
-            self._swaps.lost += 1
-            return None
-        if places is True:
-            self._incoming.drop(index)
-            self._incoming.hold(index, self._now_s)
-            return WAITS
-        if arrived:
-            self._extend(request, [], hits, places)
-            return WAITS
-        self._incoming.drop(index)
-        return Below(places=places)
-
-    def _give_back(
-        self, coming: Coming, rows: int, context: int, hits: int
-    ) -> Restored:
-        fetches = tuple(fetch for fetch in coming.fetches if fetch.end > hits)
-        disk = coming.from_disk(hits)
-        return Restored(fetches, rows, context, disk, resumed=coming.swapped)
-
-    def _extend(
-        self, request: Request, keys: list[bytes], hits: int, places: Sequence[Place]
-    ) -> None:
-        """Ask for columns before those that have come."""
-        pinned = keys[: hits + len(places)] if keys else []
-        index, now_s = request.index, self._now_s
-        self._incoming.extend(self._plan, index, places, pinned, now_s)
 
     def hits(self, request: Request) -> list[int]:
         """Handles of the cached columns that a waiting request can adopt in this plan,

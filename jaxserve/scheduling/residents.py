@@ -81,9 +81,8 @@ class Residents:
     def _root(self, request: Request) -> bytes:
         return root_key(request.cache_salt, self.weight_version)
 
-    def label(self, running: Running, column: int) -> Label:
+    def label(self, request: Request, keys: list[bytes], column: int) -> Label:
         """What names the block of one of a request's full columns, in any tier."""
-        request, keys = running.request, running.keys
         return Label(
             keys[column],
             keys[column - 1] if column else self._root(request),
@@ -223,7 +222,7 @@ class Residents:
         edits = plan.publish if fresh else plan.seal
         if not plan.can_name(edits):
             return None
-        label = self.label(running, column)
+        label = self.label(running.request, running.keys, column)
         handle = self.index.publish(label, fresh=fresh)
         if handle is not None:
             self._tiers.named(handle, label)

@@ -106,6 +106,19 @@ def test_a_conversation_restored_after_a_restart_computes_its_tail(
     assert stats["prefill_tokens"] == 28 - 24
 
 
+def test_a_salt_is_found_again_after_a_restart_and_no_other(tmp_path: Path) -> None:
+    first = on_disk(tmp_path)
+    for salt in ("a", None):
+        assert first.run(f"{salt}", PROMPT, 1, cache_salt=salt).num_cached_tokens == 0
+    first.engine.close()
+    second = on_disk(tmp_path)
+    for name, salt, cached in (("1", "b", 0), ("2", "a", 16), ("3", None, 16)):
+        found = second.run(name, PROMPT, 1, cache_salt=salt)
+        assert found.num_cached_tokens == cached
+        assert found.outputs[0].token_ids == direct(PROMPT, 1)
+    assert second.stats()["failed_loads"] == 0
+
+
 def test_an_engine_that_was_killed_leaves_what_it_wrote_through(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path\n"
