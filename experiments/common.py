@@ -33,6 +33,13 @@ NUM_BLOCKS = flags.DEFINE_integer("num_blocks", None, "KV blocks; default by mem
 _CACHING = flags.DEFINE_bool("enable_prefix_caching", True, "Share equal prefixes.")
 _STEPS = flags.DEFINE_integer("num_scheduler_steps", 1, "Decode steps a launch.")
 _LAUNCHES = flags.DEFINE_integer("launches_in_flight", 1, "Launches before a read.")
+_PREEMPTION = flags.DEFINE_enum(
+    "preemption_mode",
+    "auto",
+    ["recompute", "swap", "disk", "auto", "article"],
+    "What becomes of the KV of a request that loses its slot.",
+)
+_SWAP_BYTES = flags.DEFINE_integer("swap_space_bytes", 0, "Host memory for KV blocks.")
 _POLICY = flags.DEFINE_string("scheduling_policy", "fcfs", "Who comes first.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of workloads and random streams.")
 
@@ -60,6 +67,8 @@ def make_llm(*, on_event: Callable[[Event], None] | None = None, **changes: Any)
         "enable_prefix_caching": _CACHING.value,
         "num_scheduler_steps": _STEPS.value,
         "launches_in_flight": _LAUNCHES.value,
+        "preemption_mode": _PREEMPTION.value,
+        "swap_space_bytes": _SWAP_BYTES.value,
         "scheduling_policy": _POLICY.value,
         "seed": _SEED.value,
         "warmup": True,

@@ -130,9 +130,10 @@ def _check_work(case: Case, moment: _Moment) -> None:
     """No slot idles while the first that waits surely fits.
 
     Surely: the whole context, beside what running requests need to finish their
-    prompts, in blocks that are free or evictable. Not judged: static batches, plans
-    that preempted, that spent their tokens or their edits, and requests whose prompt
-    another may be computing.
+    prompts, in blocks that are free or evictable, and where requests were preempted a
+    block more for each that runs (docs/design.md, "No thrashing"). Not judged: static
+    batches, plans that preempted, that spent their tokens or their edits, and requests
+    whose prompt another may be computing.
     """
     config, made = case.config, moment.made
     slots, size = config.max_num_seqs, config.block_size
@@ -150,14 +151,18 @@ def _check_work(case: Case, moment: _Moment) -> None:
         for stay in moment.stays.values()
     )
     edits = int((made.plan.adopt[:, 0] < slots).sum())
+    views = made.views
+    stay_preempted = any(i in views and views[i].preemptions for i in moment.stays)
+    growth = -(-config.num_scheduler_steps // size) * len(moment.stays)
     for index in moment.waiting:
-        view = made.views.get(index)
+        view = views.get(index)
         if view is None or index in made.in_flight:
             continue
         need = -(-(view.prompt_tokens + view.output_tokens) // size)
         if need + edits > made.plan.adopt.shape[0]:
             return
-        if need + promised > made.possible:
+        spare = growth if view.preemptions or stay_preempted else 0
+        if need + promised + spare > made.possible:
             return  # it may be what blocks those behind it
         if _shares(case, index, moment):
             continue

@@ -106,7 +106,7 @@ def test_predictions_are_near_once_the_machine_is_known() -> None:
         cost=cost,
         link=LinkCost(block_s=0.002, fixed_s=0.001),
     )
-    for i in range(40):
+    for i in range(60):
         run.add(str(i), [i % 7] * (6 + i % 11), 20)
     run.finish()
     outcomes = [event.data for event in run.of("resumed")]

@@ -45,7 +45,7 @@ def test_an_edit_recomputes_the_blocks_from_its_own_on(tmp_path: pathlib.Path) -
 
 
 def test_pages_hold_more_than_reservations(tmp_path: pathlib.Path) -> None:
-    run("kv_utilisation", "--n=80", "--sizes=1", "--sizes=16", f"--out_dir={tmp_path}")
+    run("kv_utilisation", "--n=300", "--sizes=1", "--sizes=16", f"--out_dir={tmp_path}")
     single, paged, reserved = lines(tmp_path / "kv_utilisation.jsonl")
     assert single["fragmentation"] == 0
     assert 0 < paged["fragmentation"] < 0.1  # under half a block of hundreds of tokens
