@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from experiments import timeline
+from experiments.pictures import save
 from jaxserve.core import Event
 
 PADDING = "#8c8c8c"
@@ -67,6 +68,4 @@ def draw(runs: Mapping[str, Sequence[Event]], slots: int, path: Path) -> None:
     axes[-1].set(xlabel="seconds", xlim=(0, max(ends_s)))
     handles = [Patch(color=color, label=name) for name, color in LABELS.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)

@@ -12,15 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from absl import app, flags
 from tqdm import tqdm
 
 from experiments import common
-from experiments.sweep_picture import COLORS
+from experiments.pictures import COLORS, save
 from jaxserve import Engine, EngineConfig, SamplingParams
 from jaxserve.executors.cost_model import get_profile
 from jaxserve.executors.sim_executor import SimExecutor, Truth
@@ -101,9 +98,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set(ylabel=label, xlabel="block size")
         axis.tick_params(axis="x", rotation=30)
         axis.grid(axis="y", alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(argv: list[str]) -> None:

@@ -74,10 +74,22 @@ def serve(
 ) -> Results:
     """Serve a workload to its end in real time, from its first second on.
 
-    Programs are compiled, where they are not yet, before the clock starts.
-
     Args:
       progress: called with the number of requests that ended since the last call.
+    """
+    return drain(begin(loaded, workload, config, policy, on_event), progress)
+
+
+def begin(
+    loaded: Loaded,
+    workload: Workload,
+    config: EngineConfig,
+    policy: Policy,
+    on_event: Callable[[Event], None] | None = None,
+) -> Engine:
+    """An engine in real time to which a workload has been submitted, not run yet.
+
+    Programs are compiled, where they are not yet, before the clock starts.
     """
     policy = blind(policy, config.max_model_len)
     engine = Engine(*loaded, config, policy, on_event=on_event)
@@ -101,4 +113,4 @@ def serve(
             deadline_s=None if job.deadline_s is None else start_s + job.deadline_s,
             tags=job.tags,
         )
-    return drain(engine, progress)
+    return engine

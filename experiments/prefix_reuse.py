@@ -12,15 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from absl import app, flags, logging
 
 from experiments import common, conversations
 from experiments.conversations import Answer
-from experiments.sweep_picture import COLORS, MARKERS
+from experiments.pictures import COLORS, MARKERS, save
 from jaxserve import EngineConfig
 from jaxserve.executors.cost_model import get_profile
 
@@ -103,9 +100,7 @@ def draw(cold: Sequence[Answer], warm: Sequence[Answer], path: Path) -> None:
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
         axis.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(argv: list[str]) -> None:

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from absl import app, logging
 from tqdm import tqdm
 
-from experiments import common, live_runs, sweep_picture
+from experiments import common, live_runs
+from experiments.pictures import COLORS, MARKERS, save
 from jaxserve import EngineConfig, metrics
 from jaxserve.metrics import RequestMetrics
 from jaxserve.scheduling.policies import get_policy
@@ -59,7 +57,7 @@ def draw(runs: Mapping[str, Sequence[RequestMetrics]], path: Path) -> None:
     """Requests that have ended, over time; and E2E by output length."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for i, (name, requests) in enumerate(runs.items()):
-        color, marker = sweep_picture.COLORS[i], sweep_picture.MARKERS[i]
+        color, marker = COLORS[i], MARKERS[i]
         begin_s = min(r.arrival_s or 0.0 for r in requests)
         ends = sorted((r.finished_s or 0.0) - begin_s for r in requests)
         left.step([0.0, *ends], range(len(ends) + 1), where="post", color=color)
@@ -77,9 +75,7 @@ def draw(runs: Mapping[str, Sequence[RequestMetrics]], path: Path) -> None:
     for axis in (left, right):
         axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=len(runs))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
 
 
 def small_table(

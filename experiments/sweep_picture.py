@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from experiments.pictures import COLORS, MARKERS, save
 from experiments.sweep_report import Results, over_seeds
 from experiments.sweep_stats import bootstrap
 
@@ -21,10 +19,6 @@ PANELS = {
     "s_per_token_mean": "mean E2E / output tokens (s)",
     "e2e_s_p99": "P99 E2E (s)",
 }
-
-# Okabe and Ito's palette, to be told apart by everybody; markers help in grey.
-COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-MARKERS = "osD^vPX*"
 
 
 def draw(results: Results, *, title: str, path: Path) -> None:
@@ -57,6 +51,4 @@ def draw(results: Results, *, title: str, path: Path) -> None:
     figure.legend(
         handles, labels, loc="outside lower center", ncols=min(len(labels), 3)
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.artist import Artist
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from experiments.pictures import save
 from jaxserve.core import Event
 
 PREFILL, DECODE, IDLE, PREEMPTED = "#d95f02", "#1b6ca8", "#eeeeee", "#c2185b"
@@ -104,6 +102,4 @@ def draw(events: Sequence[Event], num_blocks: int, slots: int, path: Path) -> No
     bottom.set(xlabel="seconds", ylabel="KV blocks", xlim=(0, end - begin))
     bottom.set_ylim(0, num_blocks * 1.08)
     bottom.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)

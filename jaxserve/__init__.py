@@ -10,28 +10,43 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxserve.async_engine import AsyncEngine as AsyncEngine
+    from jaxserve.async_engine import EngineStopped as EngineStopped
+    from jaxserve.async_engine import QueueFull as QueueFull
     from jaxserve.config import EngineConfig as EngineConfig
     from jaxserve.config import SamplingParams as SamplingParams
     from jaxserve.engine import Engine as Engine
     from jaxserve.llm import LLM as LLM
     from jaxserve.outputs import RequestOutput as RequestOutput
+    from jaxserve.rollout import Rollouts as Rollouts
     from jaxserve.simulation import simulate as simulate
+    from jaxserve.snapshot import Snapshot as Snapshot
 
 _HOME = {
     "LLM": "jaxserve.llm",
+    "AsyncEngine": "jaxserve.async_engine",
+    "EngineStopped": "jaxserve.async_engine",
+    "QueueFull": "jaxserve.async_engine",
     "Engine": "jaxserve.engine",
     "EngineConfig": "jaxserve.config",
     "SamplingParams": "jaxserve.config",
     "RequestOutput": "jaxserve.outputs",
+    "Rollouts": "jaxserve.rollout",
+    "Snapshot": "jaxserve.snapshot",
     "simulate": "jaxserve.simulation",
 }
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "Engine",
     "EngineConfig",
+    "EngineStopped",
+    "QueueFull",
     "RequestOutput",
+    "Rollouts",
     "SamplingParams",
+    "Snapshot",
     "simulate",
 ]
 

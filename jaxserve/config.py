@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would only round to a one-hot.
 """
+
+LONGEST_BAD_WORD = 16
+"""Tokens of a bad word, at most: the device looks back as far."""
 
 
 _SEED_HINT = " and < 2**64, or None"
@@ -55,11 +58,47 @@ def _several(field: str, value: object, what: str) -> tuple:
     return tuple(value)
 
 
+def _texts(field: str, value: object) -> tuple[str, ...] | None:
+    """A collection of non-empty strings, None for none, or ValueError."""
+    texts = _several(field, value, "a non-empty string, or several")
+    for one in texts:
+        if not isinstance(one, str) or not one:
+            raise ValueError(f"{field}={one!r} must be a non-empty string, or several")
+    return texts or None
+
+
+def _ids(field: str, value: object) -> tuple[int, ...]:
+    """A collection of token ids, or ValueError."""
+    ids = _several(field, value, "several, each an integer >= 0")
+    return tuple(_integer(field, token, 0) for token in ids)
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...] | None:
+    """`logit_bias` as pairs in the order of their ids, None for none, or ValueError."""
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    pairs: dict[int, float] = {}
+    for pair in _several("logit_bias", value, "a mapping from token id to bias"):
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise ValueError(f"logit_bias={pair!r} must map a token id to its bias")
+        token = _integer("logit_bias", pair[0], 0, ": a token id")
+        field = f"logit_bias[{token}]"
+        pairs[token] = _real(field, pair[1], -100.0, 100.0, _BIAS_HINT)
+    return tuple(sorted(pairs.items())) or None
+
+
+_BIAS_HINT = "; to exclude tokens, use allowed_token_ids or bad_words"
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen, and when it stops (vLLM's meanings).
 
+    docs/sampling.md has the fields as a table, with the order in which they apply.
+
     Attributes:
+      n: how many samples of the output to draw; the prompt is computed once, but for
+        its last token. Each is a request of its own in all but its id.
       temperature: 0 (or anything under 1e-5) is greedy; else logits are divided by it.
         At most 1e6, which is as good as uniform: its inverse must stay a normal float.
       top_k: keep the k likeliest tokens; 0 and -1 keep all.
@@ -75,12 +114,34 @@ class SamplingParams:
       stop: text(s) that end the output; the match is cut off.
       stop_token_ids: token ids that end the output, also under ignore_eos.
       ignore_eos: the model's own end-of-sequence ids do not stop this request.
-      output_kind: "cumulative" tells of every new token, with all before it;
-        "final_only" tells of the whole output once it has ended.
+      output_kind: what an output of the request holds. "cumulative": all tokens so far;
+        "delta": those since its last output, so that all of them joined are the whole
+        (`outputs.joined`); "final_only": nothing is told before it has ended.
       logprobs: how many of the likeliest tokens to report for each output token
         (natural log of the unscaled distribution); 0 reports the chosen one alone.
+      prompt_logprobs: the same for each prompt token but the first. The whole prompt is
+        then computed, whatever the prefix cache holds of it.
+      presence_penalty: taken off the logit of every token in the output so far.
+      frequency_penalty: taken off it once for each time that the token is there.
+      repetition_penalty: divides the positive logits of the tokens in prompt and output
+        so far, and multiplies the negative ones (Keskar et al. 2019); 1 is none.
+      logit_bias: token id to what is added to its logit, from -100 to 100; kept as
+        pairs in the order of the ids.
+      allowed_token_ids: no other token is drawn; None allows all.
+      bad_words: texts that the output does not contain, each as it is tokenized at the
+        start of a text and after a space. Needs a tokenizer.
+      detokenize: False leaves `text` empty, and saves its time; stop strings need it.
+      skip_special_tokens: leave special tokens out of `text`.
+      spaces_between_special_tokens: True alone is offered: a text is what the tokenizer
+        makes of all tokens at once.
+      include_stop_str_in_output: `text` ends with the stop string, or the text of the
+        id, that ended it.
+      skip_reading_prefix_cache: compute the whole prompt, whatever the prefix cache
+        holds of it; what it computes is cached for others. None: as prompt_logprobs
+        needs it.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -91,13 +152,26 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
-    output_kind: Literal["cumulative", "final_only"] = "cumulative"
+    output_kind: Literal["cumulative", "delta", "final_only"] = "cumulative"
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    skip_reading_prefix_cache: bool | None = None
 
     def __post_init__(self) -> None:
         def put(field: str, value: object) -> None:
             object.__setattr__(self, field, value)
 
+        put("n", _integer("n", self.n, 1))
         greedy, keeps_all = "; 0 is greedy", "; 1 keeps all tokens"
         put("temperature", _real("temperature", self.temperature, 0.0, 1e6, greedy))
         put("top_k", _integer("top_k", self.top_k, -1, "; 0 or -1 keeps all tokens"))
@@ -116,23 +190,55 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens} must not exceed "
                 f"max_tokens={self.max_tokens}; lower it or raise max_tokens"
             )
-        if self.logprobs is not None:
-            hint = ", or None for none"
-            put("logprobs", _integer("logprobs", self.logprobs, 0, hint))
-        _flag("ignore_eos", self.ignore_eos)
-        _one_of("output_kind", self.output_kind, ("cumulative", "final_only"))
-        text = (self.stop,) if isinstance(self.stop, str) else self.stop
-        stop = _several("stop", text, "a non-empty string, or several")
-        for one in stop:
-            if not isinstance(one, str) or not one:
-                raise ValueError(f"stop={one!r} must be a non-empty string, or several")
-        ids = _several(
-            "stop_token_ids", self.stop_token_ids, "several, each an integer >= 0"
-        )
-        ids = tuple(_integer("stop_token_ids", token, 0) for token in ids)
+        for field in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, field)
+            if value is not None:
+                put(field, _integer(field, value, 0, ", or None for none"))
+        for field in ("presence_penalty", "frequency_penalty"):
+            put(field, _real(field, getattr(self, field), -2.0, 2.0, "; 0 is none"))
+        # Its inverse must stay a normal float, and so must its product with a logit.
+        field = "repetition_penalty"
+        put(field, _real(field, self.repetition_penalty, 1e-6, 1e6, "; 1 is none"))
+        for field in (
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "include_stop_str_in_output",
+        ):
+            _flag(field, getattr(self, field))
+        if self.spaces_between_special_tokens is not True:
+            raise ValueError(
+                f"spaces_between_special_tokens={self.spaces_between_special_tokens!r} "
+                "must be True: the text is the tokenizer's; decode token_ids yourself "
+                "to have it otherwise"
+            )
+        if self.skip_reading_prefix_cache is not None:
+            _flag("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
+            if self.prompt_logprobs is not None and not self.skip_reading_prefix_cache:
+                raise ValueError(
+                    "skip_reading_prefix_cache=False must be None or True with "
+                    f"prompt_logprobs={self.prompt_logprobs}, which needs the whole "
+                    "prompt computed"
+                )
+        _one_of("output_kind", self.output_kind, ("cumulative", "delta", "final_only"))
         # Hashable, and the caller's lists stay the caller's.
-        put("stop", stop or None)
-        put("stop_token_ids", ids or None)
+        text = (self.stop,) if isinstance(self.stop, str) else self.stop
+        put("stop", _texts("stop", text))
+        put("bad_words", _texts("bad_words", self.bad_words))
+        put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids) or None)
+        put("logit_bias", _biases(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            allowed = _ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise ValueError(
+                    "allowed_token_ids=[] must hold a token id; None allows all"
+                )
+            put("allowed_token_ids", tuple(sorted(set(allowed))))
+        if self.stop and not self.detokenize:
+            raise ValueError(
+                f"detokenize=False must be True with stop={list(self.stop)!r}, which "
+                "is looked for in the text; or use stop_token_ids"
+            )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -143,6 +249,18 @@ class SamplingParams:
     def stop_ids(self) -> tuple[int, ...]:
         """`stop_token_ids` as a tuple."""
         return tuple(self.stop_token_ids or ())
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as a tuple of pairs."""
+        return tuple(self.logit_bias or ())  # type: ignore[arg-type]
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether it takes what others computed of its prompt."""
+        if self.skip_reading_prefix_cache is not None:
+            return not self.skip_reading_prefix_cache
+        return self.prompt_logprobs is None
 
     @property
     def greedy(self) -> bool:
@@ -173,6 +291,8 @@ class EngineShape:
         plan is not reused in it.
       max_logprobs: W, likeliest tokens reported a step.
       max_stop_ids: E, token ids that stop one request.
+      max_logit_bias: biased tokens of one request.
+      max_bad_words: bad words of two or more tokens, of one request.
       row_buckets: sizes of the row axis R, ascending; the last is max_slots or more.
       token_buckets: sizes of the token axis T of the mixed step, ascending.
     """
@@ -186,6 +306,8 @@ class EngineShape:
     num_handles: int
     max_logprobs: int
     max_stop_ids: int
+    max_logit_bias: int
+    max_bad_words: int
     row_buckets: tuple[int, ...]
     token_buckets: tuple[int, ...]
 
@@ -273,7 +395,10 @@ class EngineConfig:
         "prefill_first": prompts alone as long as any can be computed; decodes stall.
       skip_limit: how often requests may pass one that waits for memory.
       seed: of the random streams of unseeded requests.
-      max_logprobs: the largest `SamplingParams.logprobs` accepted.
+      max_logprobs: the largest `logprobs` and `prompt_logprobs` of a request accepted.
+      max_logit_bias: most tokens in a request's `logit_bias`.
+      max_bad_words: most token sequences of two or more tokens that a request's
+        `bad_words` come to. Single tokens are not counted.
     """
 
     max_model_len: int = 2048
@@ -300,6 +425,8 @@ class EngineConfig:
     skip_limit: int = 0
     seed: int = 0
     max_logprobs: int = 20
+    max_logit_bias: int = 300
+    max_bad_words: int = 128
 
     def __post_init__(self) -> None:
         lowest = {
@@ -319,6 +446,8 @@ class EngineConfig:
             "skip_limit": 0,
             "seed": 0,
             "max_logprobs": 0,
+            "max_logit_bias": 0,
+            "max_bad_words": 0,
         }
         hints = {"max_model_len": ": a prompt and an output"}
         hints |= dict.fromkeys(
@@ -401,6 +530,8 @@ class EngineConfig:
             num_handles=num_blocks + edits,
             max_logprobs=self.max_logprobs,
             max_stop_ids=8 + num_eos,
+            max_logit_bias=self.max_logit_bias,
+            max_bad_words=self.max_bad_words,
             row_buckets=rows,
             token_buckets=tuple(sorted({*rows, *tokens})),
         )

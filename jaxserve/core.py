@@ -11,6 +11,7 @@ write the last element).
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxserve.config import EngineShape, SamplingParams
+from jaxserve.processors import Processors
 
 I32 = np.int32
 
@@ -33,6 +35,7 @@ ADMIT_FIELDS = (
     "min_p",  # f32 bits
     "stop_from",  # sequence length from which stop ids may be drawn
     "wants_logprobs",
+    "processed",  # the slot's tables hold what its logits go through first
 )
 """Columns of `StepPlan.admit`; E stop ids follow, padded with the vocabulary's end."""
 
@@ -47,7 +50,8 @@ class StepPlan(NamedTuple):
     Applied in this order: seal, release, retire, adopt, admit, grow, mixed step (decode
     rows and prompt chunks in one forward), publish, further decode steps.
 
-    Rows are listed pure decode rows first. The R axis of `StepOutput` is `decode`'s.
+    Rows are listed pure decode rows first, then those with a chunk to be scored, then
+    the others. The R axis of `StepOutput` is `decode`'s.
     """
 
     seal: Ints  # i32[K, 3] slot, column, handle: name a full, observed column
@@ -59,6 +63,9 @@ class StepPlan(NamedTuple):
     chunk: Ints  # i32[T, 3] slot, position, token; after the decode rows' tokens
     decode: Ints  # i32[R, 2] slot, steps allowed (sampled tokens, row 0 included)
     chunk_end: Ints  # i32[R] length after the row's chunk; 0 = a decode row
+    # i32[R] the token after the row's chunk, whose tokens are to be scored (any where
+    # the host knows of none); -1 = a row without scores
+    follow: Ints
 
     @property
     def rows(self) -> int:
@@ -69,6 +76,18 @@ class StepPlan(NamedTuple):
     def tokens(self) -> int:
         """T, the token bucket of the mixed step; 0 = the launch only edits blocks."""
         return self.chunk.shape[0]
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of prompt tokens, in the order of `StepPlan.chunk`.
+
+    Entry i is of the token that follows chunk token i, for the rows that ask.
+    """
+
+    logprobs: np.ndarray  # f32[T]
+    ranks: np.ndarray  # i32[T] 1 = the likeliest
+    top_ids: np.ndarray  # i32[T, W] likeliest tokens, descending
+    top_logprobs: np.ndarray  # f32[T, W]
 
 
 class StepOutput(NamedTuple):
@@ -82,6 +101,7 @@ class StepOutput(NamedTuple):
     ranks: np.ndarray | None = None  # i32[N, R] 1 = the likeliest
     top_ids: np.ndarray | None = None  # i32[N, R, W] likeliest tokens, descending
     top_logprobs: np.ndarray | None = None  # f32[N, R, W]
+    scores: Scores | None = None  # None where no row of the plan asked
 
 
 def plan_sizes(
@@ -99,6 +119,7 @@ def plan_sizes(
         "chunk": (tokens, 3),
         "decode": (rows, 2),
         "chunk_end": (rows,),
+        "follow": (rows,),
     }
 
 
@@ -112,7 +133,7 @@ def _padding(shape: EngineShape, rows: int, tokens: int) -> StepPlan:
     s, m, h = shape.max_slots, shape.max_blocks_per_slot, shape.num_handles
     edit, fill = (s, m, h), {"chunk": (s, 0, 0), "decode": (s, 0), "chunk_end": 0}
     fill |= {"seal": edit, "adopt": edit, "publish": edit, "retire": h}
-    fill |= {"release": s, "admit": s}
+    fill |= {"release": s, "admit": s, "follow": -1}
     return StepPlan(
         **{
             name: np.broadcast_to(np.array(fill[name], I32), dims).copy()
@@ -229,6 +250,35 @@ class TokenLogprobs(NamedTuple):
     top: list[float]
 
 
+@dataclasses.dataclass
+class Computed:
+    """What a request, or one that it was forked from, has computed itself.
+
+    Attributes:
+      rows: most KV rows after a launch that was planned.
+      prompt_logprobs: of the prompt from its second token on, if asked for, as far as
+        launches were read.
+    """
+
+    rows: int = 0
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Family:
+    """Requests that share a beginning: forks of one, and forks of those.
+
+    Attributes:
+      index: submission index of the first; unseeded ones draw from its stream.
+      samples: how many sample indices are taken; no two of a family are equal.
+      alive: how many have not ended.
+    """
+
+    index: int
+    samples: int = 1
+    alive: int = 1
+
+
 class Request:
     """One request and what is known of its output; the host's only mutable record of
     it.
@@ -244,6 +294,12 @@ class Request:
       priority, user, deadline_s, tags: what policies may rank by. Lower priority first.
       cache_salt: requests of different salt share no cached block.
       text: the prompt's, where the caller gave one; policies may read it.
+      sample_index: which of the samples of its random stream it draws.
+      family: those that it shares tokens with; None if it was never forked.
+      forked_from: submission index of the one it was forked from.
+      shared: leading tokens that are that one's too, as far as they had KV rows.
+      processors: what its logits go through before a token is drawn; None = nothing.
+      computed: what of it was computed without others; forks share it.
       output: observed output tokens.
       num_cached_tokens: prompt tokens found in the cache at first admission.
       preemptions: how often it lost its slot.
@@ -253,8 +309,11 @@ class Request:
     __slots__ = (
         "arrival_s",
         "cache_salt",
+        "computed",
         "deadline_s",
+        "family",
         "finish_reason",
+        "forked_from",
         "index",
         "logprobs",
         "max_output_tokens",
@@ -263,8 +322,11 @@ class Request:
         "params",
         "preemptions",
         "priority",
+        "processors",
         "prompt",
         "request_id",
+        "sample_index",
+        "shared",
         "skipped",
         "stop_ids",
         "tags",
@@ -288,6 +350,7 @@ class Request:
         tags: Mapping[str, str] | None = None,
         cache_salt: str | None = None,
         text: str | None = None,
+        processors: Processors | None = None,
     ):
         self.request_id = request_id
         self.index = index
@@ -302,12 +365,24 @@ class Request:
         self.tags = dict(tags or {})
         self.cache_salt = cache_salt
         self.text = text
+        self.sample_index = 0
+        self.family: Family | None = None
+        self.forked_from: int | None = None
+        self.shared = 0
+        self.processors = processors
         self.output: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.computed = Computed()
         self.num_cached_tokens: int | None = None
         self.preemptions = 0
         self.finish_reason: str | None = None
         self.skipped = 0  # admissions that passed it while it waited for memory
+
+    @property
+    def stream(self) -> int:
+        """Submission index that its random stream is of: forks draw other samples of
+        the same."""
+        return self.family.index if self.family else self.index
 
     @property
     def num_tokens(self) -> int:
@@ -322,6 +397,48 @@ class Request:
         if start >= n:
             return self.output[start - n : stop - n]
         return self.prompt[start:] + self.output[: stop - n]
+
+
+def forked(
+    request: Request,
+    request_id: str,
+    index: int,
+    params: SamplingParams,
+    max_output_tokens: int,
+    stop_ids: tuple[int, ...],
+    processors: Processors | None,
+) -> Request:
+    """A request that goes on from where another is, all of whose launches are read."""
+    if request.family is None:
+        request.family = Family(request.index)
+    fork = Request(
+        request_id,
+        index,
+        request.prompt,
+        params,
+        max_output_tokens=max_output_tokens,
+        stop_ids=stop_ids,
+        arrival_s=request.arrival_s,
+        priority=request.priority,
+        user=request.user,
+        deadline_s=request.deadline_s,
+        tags=request.tags,
+        cache_salt=request.cache_salt,
+        text=request.text,
+        processors=processors,
+    )
+    fork.computed = request.computed
+    family = fork.family = request.family
+    fork.sample_index = family.samples
+    family.samples += 1
+    family.alive += 1
+    fork.forked_from = request.index
+    # The last token of both has no KV row: of an output it is fed next, of a prompt it
+    # is computed by each.
+    fork.shared = request.num_tokens - 1
+    fork.output = list(request.output)
+    fork.logprobs = list(request.logprobs)
+    return fork
 
 
 def random_seed(engine_seed: int, index: int, seed: int | None) -> int:

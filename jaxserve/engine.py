@@ -1,29 +1,27 @@
-"""The loop: add, plan, submit, observe.
+"""The engine: requests in, outputs out, one launch a step.
 
-Owns requests from submission to their last output, and the launches in flight. Never
-sees a device array or a physical block. Token ids in, token ids out; a tokenizer only
-adds text.
+Owns the parts and how they are put together: who asks (`Clients`), what is planned (the
+scheduler) and where it runs (the executor, through the `Loop`). Never sees a device
+array or a physical block. Token ids in, token ids out; a tokenizer only adds text.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import heapq
-import math
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, get_args
 
 import numpy as np
 
-from jaxserve import validation
+from jaxserve.answers import Answer
+from jaxserve.clients import Clients
 from jaxserve.config import EngineConfig, EngineShape, SamplingParams
-from jaxserve.core import Event, Request, StepOutput
-from jaxserve.executors.base import Executor, Leap, Simulation, Ticket
-from jaxserve.leaps import tell_leap
+from jaxserve.core import Event
+from jaxserve.executors.base import Executor
+from jaxserve.intake import Intake
 from jaxserve.live import Live
+from jaxserve.loop import Loop
 from jaxserve.models.base import (
     Model,
     Params,
@@ -32,26 +30,27 @@ from jaxserve.models.base import (
     num_swap_blocks,
 )
 from jaxserve.models.detokenizer import Decodes
+from jaxserve.models.replacement import replacement
 from jaxserve.outputs import RequestOutput
 from jaxserve.reports import Reports
 from jaxserve.scheduling.policies import Policy, check_is_policy, fcfs
-from jaxserve.scheduling.running import Launch, Row, Running, progressed
-from jaxserve.scheduling.scheduler import Observed, Scheduler
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.snapshot import Snapshot, pack, policy_names, unpack
 from pallas_kernels.packed import skip_padding
+
+Update = Literal["wait", "recompute", "keep"]
+"""What becomes of requests that run when weights are replaced."""
+
+_PATIENCE_S = 10.0
+"""How long the end of an engine waits for a disk, at least."""
 
 MakeExecutor = Callable[[Model, Params, EngineShape], Executor]
 
 
-class _Flight(NamedTuple):
-    launch: Launch
-    ticket: Ticket
-    number: int
-    submitted_s: float
-    host_s: float  # time it took to plan
-
-
 class Engine:
-    """Serves requests with one model on one executor. Not thread-safe.
+    """Serves requests with one model on one executor.
+
+    Not thread-safe: one thread at a time. `AsyncEngine` serves asyncio programs.
 
     Args:
       model: implements `models.base.Model`; frozen and hashable.
@@ -87,11 +86,10 @@ class Engine:
         self.executor = (executor or _jax_executor(self.config))(
             model, params, self.shape
         )
-        self._simulation = self._jumping(self.executor)
         swap_blocks = num_swap_blocks(model, self.config)
         disk_blocks = num_disk_blocks(model, self.config)
         self.swaps = swap_blocks + disk_blocks > 0
-        self._scheduler = Scheduler(
+        scheduler = Scheduler(
             self.config,
             self.shape,
             policy or fcfs(),
@@ -99,17 +97,23 @@ class Engine:
             disk_blocks,
             self.executor.stored(),
         )
-        self._flights: deque[_Flight] = deque()
-        self._future: list[tuple[float, int, Live]] = []  # heap by arrival
-        self._live: dict[str, Live] = {}  # by request id
-        self._by_index: dict[int, Live] = {}
-        self._outputs: list[RequestOutput] = []  # to be returned by the next step
-        self._planned: tuple[Launch, float] | None = None  # not submitted yet
-        self._held: dict[int, tuple[Live, str, float]] = {}  # complete, not answered
-        self._submitted = 0
-        self._last_read_s = 0.0
-        self._broken: str | None = None
         self._reports = Reports(on_event)
+        self._intake = Intake(model, tokenizer, self.config, self.shape)
+        self._clients = Clients(scheduler, self._reports, self.now)
+        self._loop = Loop(
+            self.executor,
+            self._clients,
+            self._reports,
+            self.config,
+            self.shape,
+            jumps=tokenizer is None,
+        )
+        self._released = False  # the KV memory is freed
+        self.times_restored = 0  # so often its requests became others
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        return self._clients.scheduler
 
     # Requests -------------------------------------------------------------------------
 
@@ -144,46 +148,71 @@ class Engine:
         Raises:
           ValueError: the request cannot be served; nothing has changed.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
-        if not isinstance(request_id, str) or not request_id:
-            raise ValueError(f"request_id={request_id!r} must be a non-empty string")
-        if request_id in self._live:
-            raise ValueError(
-                f"request_id={request_id!r} is in use by a request that has not ended; "
-                "choose another id, or abort that one first"
-            )
-        vocab, config, shape = self.model.vocab_size, self.config, self.shape
-        ids = validation.check_prompt(prompt_token_ids, vocab, config, shape)
-        has_text = self._tokenizer is not None
-        validation.check_params(params, vocab, config, has_text=has_text)
-        validation.check_terms(
+        clients = self._clients
+        clients.check_new(request_id)
+        request = self._intake.request(
+            request_id,
+            clients.submitted,
+            prompt_token_ids,
+            SamplingParams() if sampling_params is None else sampling_params,
+            now_s=self.now(),
             arrival_time=arrival_time,
             priority=priority,
             user=user,
             deadline_s=deadline_s,
             tags=tags,
             cache_salt=cache_salt,
-        )
-        request = Request(
-            request_id,
-            self._submitted,
-            ids,
-            params,
-            max_output_tokens=validation.output_limit(len(ids), params, config, shape),
-            stop_ids=validation.stop_ids(params, self.model.eos_ids, shape),
-            arrival_s=self.now() if arrival_time is None else float(arrival_time),
-            priority=int(priority),
-            user=user,
-            deadline_s=deadline_s,
-            tags=tags,
-            cache_salt=cache_salt,
             text=prompt,
         )
-        live = Live(request, self._tokenizer, prompt)
-        self._submitted += 1
-        self._live[request_id] = live
-        self._by_index[request.index] = live
-        heapq.heappush(self._future, (request.arrival_s, request.index, live))
+        live = Live(request, self._tokenizer, self.weight_version)
+        answer = clients.live[request_id] = Answer(prompt)
+        clients.submit(live, answer)
+        for _ in range(1, request.params.n):
+            sample = self._intake.sample(request, clients.submitted)
+            clients.submit(live.forked(sample), answer)
+
+    def fork(
+        self,
+        request_id: str,
+        new_id: str,
+        sampling_params: SamplingParams | None = None,
+    ) -> None:
+        """Go on from where a request is in a second way, as a request of its own.
+
+        Launches in flight are read first. The fork has the output so far; it shares
+        the KV blocks that are full, gets a copy of the last one, and draws another
+        sample of the same random stream from then on. Both end, are aborted and are
+        preempted on their own.
+
+        Args:
+          request_id: of a request that has not ended.
+          new_id: the fork's.
+          sampling_params: the fork's, its whole output included in max_tokens; default
+            those of the request. logprobs cannot differ.
+
+        Raises:
+          ValueError: it cannot be forked; nothing has changed.
+        """
+        self._loop.check()
+        clients = self._clients
+        clients.check_new(new_id)
+        if request_id not in clients.live:
+            raise ValueError(
+                f"request_id={request_id!r} must be of a request that has not ended"
+            )
+        self._loop.drain()
+        if request_id not in clients.live:
+            raise ValueError(
+                f"request_id={request_id!r} has ended in the launches in flight, and "
+                "cannot be forked any more"
+            )
+        live = clients.live[request_id].lives[0]
+        had = live.request
+        params = had.params if sampling_params is None else sampling_params
+        request = self._intake.fork(had, new_id, clients.submitted, params)
+        request.arrival_s = max(request.arrival_s, self.now())
+        answer = clients.live[new_id] = Answer(had.text)
+        clients.submit(live.forked(request), answer)
 
     def abort_request(self, request_id: str) -> bool:
         """End a request now; False if no live request has this id.
@@ -192,302 +221,55 @@ class Engine:
         are dropped, and the id may be used again at once. The next `step` returns its
         output with finish_reason "abort".
         """
-        live = self._live.get(request_id)
-        if live is None:
+        answer = self._clients.live.get(request_id)
+        if answer is None:
             return False
-        waits = [entry for entry in self._future if entry[2] is not live]
-        arrived = len(waits) == len(self._future)
-        if not arrived:
-            self._future = waits
-            heapq.heapify(self._future)
-        running = self._scheduler.resident(live.request)
-        if running and self._scheduler.holds_answers:
-            self._tell_progress(live, running, 0, len(live.request.output))
-        self._finish(live, "abort", arrived=arrived)
-        self._outputs.append(live.output())
-        self._outputs += [self._answer(r) for r in self._scheduler.answered()]
+        self._clients.abort(answer)
         self._reports.deliver()
         return True
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to return."""
-        return bool(self._live or self._outputs)
+        return bool(self._clients.live) or self._clients.has_outputs
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that have not ended, those that have not arrived yet included."""
+        return len(self._clients.live)
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """What `step` would return without a launch: of requests that were aborted, or
+        were served by another method, since the last one."""
+        return self._clients.take_outputs()
+
+    @property
+    def broken(self) -> str | None:
+        """Why the engine cannot go on; None while it can."""
+        return self._loop.broken
 
     def now(self) -> float:
         """Seconds on the engine's clock."""
         return self.executor.now()
 
-    # The loop -------------------------------------------------------------------------
-
     def step(self) -> list[RequestOutput]:
         """Plan and submit one launch, and read the oldest once enough are in flight.
 
-        Returns the requests that got tokens or ended, with all of their output so far.
+        Returns outputs of the requests that got tokens or ended; what they hold, and
+        whether there is any before the end, is the request's `output_kind`.
         """
-        if self._broken:
-            raise RuntimeError(self._broken)
-        self._turn()
-        self._reports.deliver()
-        while not self._scheduler.has_requests and (
-            self._flights or self._scheduler.has_chores
-        ):
-            self._turn()  # nobody is left: read and give back everything
+        self._loop.check()
+        if not self._released:
+            self._loop.turn()
             self._reports.deliver()
+        elif self._clients.live:
+            raise RuntimeError(
+                "release_kv freed the KV memory; call restore_kv before step"
+            )
+        self._tidy()
         if not self._scheduler.has_requests:
             self._scheduler.settle(self.now())
-        if not self._outputs and self._future and not self._scheduler.has_requests:
-            self.executor.sleep_until(self._future[0][0])
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-    def _arrive(self) -> None:
-        now_s = self.now()
-        while self._future and self._future[0][0] <= now_s:
-            arrival_s, _, live = heapq.heappop(self._future)
-            self._scheduler.add(live.request)
-            prompt = len(live.request.prompt)
-            self._tell(
-                live,
-                "arrived",
-                arrival_s=arrival_s,
-                prompt_tokens=prompt,
-                priority=live.request.priority,
-                user=live.request.user,
-                deadline_s=live.request.deadline_s,
-            )
-
-    def _turn(self) -> None:
-        depth = self.config.launches_in_flight
-        if len(self._flights) >= depth:  # an interrupt kept one from being read
-            self._read()
-            return
-        if self._planned is None and self._leap():
-            return
-        if self._planned is None:
-            with self._or_break(BaseException):
-                self._planned = self._plan()
-        if self._planned is not None:
-            launch, host_s = self._planned
-            submitted_s = self.now()
-            with self._or_break(Exception):  # an interrupt: submitted again
-                ticket = self.executor.submit(launch.plan, launch.who, launch.moves)
-            number = self._reports.accounts.launches
-            self._reports.accounts.launches += 1
-            flight = _Flight(launch, ticket, number, submitted_s, host_s)
-            self._flights.append(flight)
-        launch, self._planned = self._planned, None
-        if self._flights and (launch is None or len(self._flights) >= depth):
-            self._read()
-        elif launch is None and self._scheduler.has_requests:
-            with self._or_break(Exception):
-                due_s = self._scheduler.waits_until_s
-                if due_s is None:
-                    raise RuntimeError("no launch can be planned, but requests wait")
-                next_s = self._future[0][0] if self._future else math.inf
-                self.executor.await_arrival(min(next_s, due_s))
-
-    def _jumping(self, executor: Executor) -> Simulation | None:
-        """The executor, if launches may be run in it without planning each: that needs
-        plans that wait for every output, and outputs that no text can end."""
-        alone = self.config.launches_in_flight == 1 and self._tokenizer is None
-        jumps = alone and getattr(executor, "jumps", False)
-        return cast(Simulation, executor) if jumps else None
-
-    def _leap(self) -> bool:
-        """In a simulation, run the launches that need no planning; False if none."""
-        if self._simulation is None or self._flights:
-            return False
-        start = time.perf_counter()
-        self._arrive()
-        with self._or_break(BaseException):
-            began_s = self.now()
-            rows, launches, until_s = self._scheduler.horizon(began_s)
-            if launches == 0:
-                return False
-            if self._future:
-                until_s = min(until_s, self._future[0][0])
-            who = [(r.running.slot, r.running.request.index, r.steps > 0) for r in rows]
-            done = self._simulation.leap(who, launches, until_s)
-            if not done.ends_s:
-                return False
-            self._scheduler.leap(rows, done.tokens)
-            self._last_read_s = done.ends_s[-1]
-            tell_leap(
-                self._scheduler,
-                self._reports,
-                self.shape,
-                rows,
-                self._by_index,
-                [began_s, *done.ends_s],
-                (time.perf_counter() - start) / len(done.ends_s),
-                lambda: self._conclude(rows, done),
-            )
-        return True
-
-    def _conclude(self, rows: Sequence[Row], done: Leap) -> None:
-        """End the requests that the last launch of a leap completed."""
-        for row, tokens, stopped in zip(rows, done.tokens, done.done, strict=True):
-            if not tokens:
-                continue
-            request = row.running.request
-            live = self._by_index[request.index]
-            reason, _ = live.absorb(len(request.output) - len(tokens), stopped)
-            streams = request.params.output_kind == "cumulative"
-            told = streams and not self._scheduler.holds_answers
-            if reason:
-                self._outputs += filter(None, [self._end(live, reason, 0.0)])
-            elif told:
-                self._outputs.append(live.output())
-        self._outputs += [self._answer(r) for r in self._scheduler.answered()]
-
-    def _plan(self) -> tuple[Launch, float] | None:
-        self._arrive()
-        self._scheduler.arrived(self.executor.arrived())
-        start = time.perf_counter()
-        launch = self._scheduler.plan(self.now())
-        self._publish()
-        return (launch, time.perf_counter() - start) if launch else None
-
-    def _publish(self) -> None:
-        """Tell what the scheduler did with requests."""
-        for event in self._scheduler.take_events():
-            live = self._by_index.get(event.data["index"])
-            if live:
-                live.note(event)
-            self._reports.add(event)
-
-    def _read(self) -> None:
-        flight = self._flights[0]
-        with self._or_break(Exception):  # an interrupt: read again
-            output = self.executor.result(flight.ticket)
-        with self._or_break(BaseException):
-            self._flights.popleft()
-            began_s = max(flight.submitted_s, self._last_read_s)
-            self._last_read_s = self.now()
-            start = time.perf_counter()
-            observed = self._scheduler.observe(flight.launch, output)
-            span_s = self._last_read_s - began_s
-            timed = self.executor.timed()
-            self._scheduler.measure(
-                flight.launch, output, span_s, timed, self._last_read_s
-            )
-            self._publish()
-            results = [self._absorb(seen, span_s) for seen in observed]
-            results += [self._answer(r) for r in self._scheduler.answered()]
-            host_s = flight.host_s + time.perf_counter() - start
-            self._record(flight, output, host_s)
-            self._outputs += [result for result in results if result is not None]
-
-    def _absorb(self, seen: Observed, span_s: float) -> RequestOutput | None:
-        """Take in a request's new tokens; what its caller is told, if anything.
-
-        Args:
-          span_s: how long the launch took.
-        """
-        running, request = seen.running, seen.running.request
-        live = self._by_index[request.index]
-        reason, cut = live.absorb(seen.first_output, seen.stopped)
-        self._scheduler.counters.dropped_tokens += cut
-        new = len(request.output) - seen.first_output
-        self._reports.accounts.output_tokens += new
-        told = 0 if self._scheduler.holds_answers else new
-        self._tell_progress(live, running, seen.prompt_tokens, told)
-        if reason:
-            late = seen.steps - (seen.sampled - cut)  # steps after the last token kept
-            return self._end(live, reason, span_s * late / max(seen.steps, 1))
-        streams = told and request.params.output_kind == "cumulative"
-        return live.output() if streams else None
-
-    def _end(self, live: Live, reason: str, late_s: float) -> RequestOutput | None:
-        """The request's answer is complete; it, unless it waits for its batch."""
-        request = live.request
-        if self._scheduler.holds_answers:
-            self._scheduler.hold(request)
-            self._held[request.index] = (live, reason, self.now() - late_s)
-            return None
-        self._finish(live, reason, late_s=late_s)
-        return live.output()
-
-    def _answer(self, running: Running) -> RequestOutput:
-        """Give a whole answer that waited for the rest of its static batch."""
-        live, reason, complete_s = self._held[running.request.index]
-        self._tell_progress(live, running, 0, len(running.request.output))
-        self._finish(live, reason, late_s=self.now() - complete_s)
-        return live.output()
-
-    def _finish(
-        self, live: Live, reason: str, *, arrived: bool = True, late_s: float = 0.0
-    ) -> None:
-        request = live.request
-        self._held.pop(request.index, None)
-        request.finish_reason = reason
-        live.finish()
-        if arrived:
-            self._scheduler.end(request)
-        del self._live[request.request_id]
-        del self._by_index[request.index]
-        self._tell(
-            live,
-            "finished",
-            arrived=arrived,
-            reason=reason,
-            prompt_tokens=len(request.prompt),
-            cached_tokens=request.num_cached_tokens or 0,
-            output_tokens=len(request.output),
-            finish_delay_s=late_s,
-        )
-
-    @contextlib.contextmanager
-    def _or_break(self, kinds: type[BaseException]) -> Iterator[None]:
-        """After an error here plans and device no longer agree: refuse to go on."""
-        try:
-            yield
-        except kinds as error:
-            self._broken = f"the engine has stopped: {error!r}"
-            if not isinstance(error, Exception):
-                raise
-            raise RuntimeError(self._broken) from error
-
-    # Reports --------------------------------------------------------------------------
-
-    def _tell(
-        self, live: Live, kind: str, *, arrived: bool = True, **data: Any
-    ) -> None:
-        """Emit an event of a request; the policy hears of those that have arrived."""
-        request = live.request
-        event = Event(
-            kind, self.now(), request.request_id, {"index": request.index, **data}
-        )
-        if arrived:
-            self._scheduler.note(event)
-        live.note(event)
-        self._reports.add(event)
-
-    def _tell_progress(
-        self, live: Live, running: Running, prompt_tokens: int, output_tokens: int
-    ) -> None:
-        now_s = self.now()
-        live.took([now_s] * output_tokens)
-        if self._scheduler.listens or self._reports.wanted:
-            event = progressed(running, now_s, prompt_tokens, output_tokens)
-            self._scheduler.note(event)
-            self._reports.add(event)
-
-    def _record(self, flight: _Flight, output: StepOutput, host_s: float) -> None:
-        work = self._reports.accounts.record(flight.launch, output, host_s)
-        self._reports.add_launch(
-            self.now(),
-            work,
-            self.executor.compiles,
-            launch=flight.number,
-            num_free=output.num_free,
-            live_handles=self._scheduler.cached_blocks,
-            idle_handles=self._scheduler.idle_cached_blocks,
-            waiting=self._scheduler.num_waiting,
-            running=self._scheduler.num_running,
-            host_s=host_s,
-            submitted_s=flight.submitted_s,
-        )
+            if self._clients.num_future and not self._clients.has_outputs:
+                self.executor.sleep_until(self._clients.next_arrival_s)
+        return self.take_outputs()
 
     def stats(self) -> dict[str, int | float]:
         """Counters and gauges. Blocks are counted after every launch planned so far."""
@@ -500,7 +282,7 @@ class Engine:
             "cache_loss_blocks": scheduler.lost_blocks,
             "fragmentation": scheduler.fragmentation,
             "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting + len(self._future),
+            "waiting": scheduler.num_waiting + self._clients.num_future,
             "compiles": self.executor.compiles,
             **scheduler.below,
             **scheduler.moved(self.executor.block_bytes),
@@ -515,8 +297,11 @@ class Engine:
         What nobody uses is free again by the next launch, or at once when idle.
         """
         self._scheduler.reset_prefix_cache()
-        while not self._scheduler.has_requests and self._scheduler.has_chores:
-            self._turn()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        if not self._released:
+            self._loop.tidy()
         self._reports.deliver()
 
     def settle_tiers(self, *, save: bool = False) -> None:
@@ -524,44 +309,223 @@ class Engine:
 
         Args:
           save: write to disk what is cached above it, first.
+
+        Raises:
+          TimeoutError: nothing has come or gone for `transfer_timeout_s`, and 10 s at
+            least.
         """
         if self.has_unfinished_requests():
             raise RuntimeError("requests are left; serve or abort them first")
+        self.restore_kv()
+        scheduler = self._scheduler
         if save:
-            self._scheduler.save_cached()
-        while self._scheduler.has_chores or self._scheduler.saving or self._flights:
-            if not (self._scheduler.has_chores or self._flights):
+            scheduler.save_cached()
+        left, since_s = 0, self.now()
+        while scheduler.has_chores or scheduler.under_way or self._loop.in_flight:
+            if not (scheduler.has_chores or self._loop.in_flight):
+                if left != scheduler.under_way:
+                    left, since_s = scheduler.under_way, self.now()
+                elif self.now() - since_s > self._patience_s:
+                    raise TimeoutError(
+                        f"{left} KV blocks have been on their way to disk or from it "
+                        f"for {self._patience_s:g} s; look after disk_cache_dir="
+                        f"{self.config.disk_cache_dir!r}"
+                    )
                 self.executor.await_arrival(self.now() + 1.0)
-            self._turn()
+            self._loop.turn()
         self._reports.deliver()
+
+    @property
+    def _patience_s(self) -> float:
+        return max(self.config.transfer_timeout_s, _PATIENCE_S)
 
     def close(self) -> None:
         """End every request, write to disk what is cached above it, and stop the
-        threads. The engine cannot be used afterwards."""
-        if self._broken is None:
-            for request_id in list(self._live):
-                self.abort_request(request_id)
-            self._outputs.clear()
-            self.settle_tiers(save=True)
-        self.executor.close()
-        self._broken = "the engine was closed"
+        threads. The engine cannot be used afterwards.
 
-    def set_weight_version(self, version: int) -> None:
-        """The weights are others from now on: no cached block is found again.
-
-        Running requests go on with what they have, and nobody finds it.
+        A disk that does not answer is left alone after a while (see `settle_tiers`),
+        with a warning; what was not written by then is lost.
         """
-        self._scheduler.set_weight_version(version)
-        while not self._scheduler.has_requests and self._scheduler.has_chores:
-            self._turn()
-        self._reports.deliver()
+        if self._loop.broken is None:
+            for request_id in list(self._clients.live):
+                self.abort_request(request_id)
+            self.take_outputs()
+            try:
+                self.settle_tiers(save=True)
+            except TimeoutError as error:
+                warnings.warn(f"the engine is closed anyway: {error}", stacklevel=2)
+        self.executor.close(self._patience_s)
+        self._loop.broken = "the engine was closed"
+
+    # Weights --------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> int:
+        """How often the weights were replaced."""
+        return self._scheduler.weight_version
+
+    def update_params(self, params: Params, mode: Update = "wait") -> int:
+        """Serve with other weights from now on: no compilation, no new KV memory.
+
+        Launches in flight are read first, and no block that the old weights computed is
+        found again, in any tier. Outputs say which tokens are of which version. Costs
+        O(1), but for weights that must be laid out for this machine's kernels
+        (O(weights)), and for a disk tier, whose name hashes them.
+
+        Args:
+          params: of the structure, shapes and dtypes of those they replace, or in the
+            model's plain layout; arrays on a device are taken as they are.
+          mode: "wait" takes in nobody and serves the requests that hold a slot to
+            their end first. "recompute" computes their KV again with the new
+            weights; their output goes on where it was. "keep" lets them go on with
+            the KV that they have, which nobody else will find.
+
+        Returns:
+          The new weight version.
+
+        Raises:
+          ValueError: the weights do not fit; nothing has changed.
+        """
+        self._loop.check()
+        if mode not in get_args(Update):
+            raise ValueError(f"mode={mode!r} must be one of {list(get_args(Update))}")
+        if mode == "recompute" and self.config.batching == "static":
+            raise ValueError(
+                "mode='recompute' must be 'wait' or 'keep' with batching='static', "
+                "which never takes a request off"
+            )
+        params = replacement(self.model, self.params, params)
+        self._loop.drain()
+        if mode == "wait":
+            self._loop.run_down(lambda: self._scheduler.num_running == 0)
+        self.params = params
+        version = self.weight_version + 1
+        self._scheduler.set_weight_version(version, recompute=mode == "recompute")
+        with self._loop.or_break():
+            self.executor.set_params(params)
+        for live in self._clients.by_index.values():
+            live.weights_changed(version)
+        self._tidy()
+        return version
+
+    def release_kv(self) -> None:
+        """Free the device's KV memory, until `restore_kv`.
+
+        Requests that hold a slot lose it as by a preemption, and go on afterwards;
+        what is cached goes to the tiers below, as far as there are any. Requests may be
+        added meanwhile, and weights replaced; `step` with a request to serve raises
+        RuntimeError.
+        """
+        self._loop.check()
+        if self._released:
+            return
+        if self.config.batching == "static" and self._scheduler.num_running:
+            raise RuntimeError(
+                "requests run in a static batch, which never takes one off; serve or "
+                "abort them first"
+            )
+        self._loop.drain()
+        self._scheduler.take_off()
+        self._scheduler.vacates = True
+        try:
+            self._loop.run_down(lambda: self._scheduler.holds_no_block)
+        finally:
+            self._scheduler.vacates = False
+        with self._loop.or_break():
+            self.executor.release_pages()
+        self._released = True
+
+    @property
+    def released(self) -> bool:
+        """Whether the KV memory is freed, so that nobody can be served."""
+        return self._released
+
+    def restore_kv(self) -> None:
+        """Take the device's KV memory again."""
+        self._loop.check()
+        if self._released:
+            with self._loop.or_break():
+                self.executor.restore_pages()
+            self._released = False
+            self._tidy()
+
+    # State ----------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The whole engine as a value, all launches being read; weights are left out.
+
+        An engine that resumes it plans the same launches and returns the same tokens.
+        """
+        self._loop.check()
+        if self._released:
+            raise RuntimeError("release_kv freed the KV memory; call restore_kv first")
+        self._loop.drain()
+        state = {
+            "executor": self.executor.snapshot(),
+            "accounts": self._reports.accounts,
+            "last_read_s": self._loop.last_read_s,
+            "clients": self._clients.state(),
+        }
+        policy = self._scheduler.policy
+        return Snapshot(
+            self.config,
+            self.shape,
+            self.executor.fingerprint(),
+            policy_names(policy),
+            self.now(),
+            pack(state, {"policy": policy, "tokenizer": self._tokenizer}),
+        )
+
+    def restore(self, snapshot: Snapshot, policy: Policy | None = None) -> None:
+        """Become the engine that a snapshot was taken of, on its clock.
+
+        What this engine was doing is forgotten, and nobody is told.
+
+        Args:
+          policy: orders the requests from now on; it hears of each, and how far it has
+            got, as if that had just happened. None goes on with the snapshot's, which
+            must be the one that this engine was made with.
+
+        Raises:
+          ValueError: the snapshot is of another configuration, model or policy, or of
+            other weights; nothing has changed.
+        """
+        self._loop.check()
+        self.restore_kv()
+        self._loop.drain()
+        ours = policy_names(self._scheduler.policy)
+        for name, theirs, mine in (
+            ("config", snapshot.config, self.config),
+            ("shape", snapshot.shape, self.shape),
+            ("policy", snapshot.policy, ours if policy is None else snapshot.policy),
+        ):
+            if theirs != mine:
+                raise ValueError(
+                    f"the snapshot's {name}={theirs} must be this engine's, {mine}; "
+                    "make an engine that is alike, or give restore a policy"
+                )
+        if snapshot.fingerprint != self.executor.fingerprint():
+            raise ValueError(
+                "the snapshot is of another model or other weights; load those first"
+            )
+        if policy is not None:
+            check_is_policy("policy", policy)
+        with self._loop.or_break():
+            kept = {"policy": self._scheduler.policy, "tokenizer": self._tokenizer}
+            state = unpack(snapshot.data, kept)
+            self.executor.restore(state["executor"], snapshot.time_s)
+            self._reports.restart(state["accounts"])
+            self._clients.resume(state["clients"])
+            self._loop.last_read_s = state["last_read_s"]
+            self.times_restored += 1
+            if policy is not None:
+                self._scheduler.take_over(policy)
 
     def holds_nothing(self) -> bool:
         """Whether no map of the engine or the scheduler has an entry left."""
-        mine = self._live or self._by_index or self._flights or self._future
-        told = self._outputs or self._held or not self._reports.delivered
-        idle = not (mine or told or self._planned)
-        return idle and self._scheduler.holds_nothing()
+        told = self._reports.delivered and not self._loop.in_flight
+        mine = self._clients.holds_nothing() and self._scheduler.holds_nothing()
+        return told and mine
 
 
 def _jax_executor(config: EngineConfig) -> MakeExecutor:

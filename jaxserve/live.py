@@ -1,6 +1,6 @@
-"""One request's life towards its caller: text, reasons to stop, times, results.
+"""One sample's life towards its caller: text, reasons to stop, times.
 
-Owns what a caller is told. Never sees a plan, a block or a slot's contents.
+Owns what a caller is told of it. Never sees a plan, a block or a slot's contents.
 """
 
 from __future__ import annotations
@@ -8,26 +8,58 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jaxserve.core import Event, Request
+from jaxserve.core import Event, Request, TokenLogprobs
 from jaxserve.metrics import RequestMetrics, advance
-from jaxserve.models.detokenizer import Decodes, Detokenizer
-from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.models.detokenizer import Decodes, Detokenizer, WithSpecialTokens
+from jaxserve.outputs import CompletionOutput, Logprob, WeightSpan
 
 
 class Live:
-    """A request that has not ended, or just has."""
+    """A request that has not ended, or just has: one sample of what a caller asked."""
 
-    def __init__(self, request: Request, tokenizer: Decodes | None, prompt: str | None):
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Decodes | None,
+        weight_version: int = 0,
+    ):
         self.request = request
+        self._versions = [(0, weight_version)]  # first output token, of what weights
         self._metrics = RequestMetrics()  # all but the times of tokens
         self._times_s: list[float] = []
+        params = request.params
+        self._given = tokenizer
+        if tokenizer and not params.skip_special_tokens:
+            tokenizer = WithSpecialTokens(tokenizer)
         self._tokenizer = tokenizer
-        self._prompt = prompt
         self._text = ""
         self._stop_reason: int | str | None = None
         self._logprobs: list[dict[int, Logprob]] = []
-        stop = request.params.stop_strings
-        self._detokenizer = Detokenizer(tokenizer, stop) if tokenizer else None
+        # Tokens and characters told in deltas. A stop string cuts neither: it takes
+        # tokens of the launch that completes it, and text that was held back.
+        self._told = (0, 0)
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._prompt_told = False
+        self._detokenizer = None
+        if tokenizer and params.detokenize:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                params.stop_strings,
+                include_stop=params.include_stop_str_in_output,
+            )
+
+    def forked(self, request: Request) -> Live:
+        """Of a fork of this request, which has its output so far."""
+        live = Live(request, self._given)
+        live._versions = list(self._versions)
+        if live._detokenizer and request.output:
+            live._text = live._detokenizer.push(request.output, may_stop=False)[0]
+        return live
+
+    @property
+    def streams(self) -> bool:
+        """Whether its caller is told of tokens before it ends."""
+        return self.request.params.output_kind != "final_only"
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -41,6 +73,19 @@ class Live:
     def took(self, times_s: Sequence[float]) -> None:
         """Take in output tokens that were read at these times."""
         self._times_s += times_s
+
+    def weights_changed(self, version: int) -> None:
+        """What is sampled from now on is of other weights."""
+        self._versions.append((len(self.request.output), version))
+
+    def _weight_spans(self, first: int) -> list[WeightSpan]:
+        """Of the output tokens from `first` on."""
+        tokens = len(self.request.output)
+        starts = [max(start, first) for start, _ in self._versions]
+        ends = [min(start, tokens) for start, _ in self._versions[1:]] + [tokens]
+        versions = [version for _, version in self._versions]
+        spans = map(WeightSpan, versions, starts, ends)
+        return [span for span in spans if span.start < span.end]
 
     def absorb(self, first: int, stopped: bool) -> tuple[str | None, int]:
         """Decode the output tokens from `first` on.
@@ -69,8 +114,9 @@ class Live:
         if self._detokenizer is None:
             return None
         request = self.request
-        # The id that stops a request is no text.
-        last = len(request.output) - stopped
+        # The id that stops a request is no text, unless that is asked for.
+        shown = not stopped or request.params.include_stop_str_in_output
+        last = len(request.output) - (not shown)
         # min_tokens: that many tokens may not stop.
         free = max(first, min(last, request.params.min_tokens - 1))
         for start, end, may_stop in ((first, free, False), (free, last, True)):
@@ -94,40 +140,59 @@ class Live:
         """Report the log-probabilities of the output tokens not reported yet."""
         for at in range(len(self._logprobs), len(self.request.logprobs)):
             token, entry = self.request.output[at], self.request.logprobs[at]
-            row = {
-                top: self._logprob(top, value, rank)
-                for rank, (top, value) in enumerate(
-                    zip(entry.top_ids, entry.top, strict=True), start=1
-                )
-            }
-            if token not in row:
-                row[token] = self._logprob(token, entry.chosen, entry.rank)
-            self._logprobs.append(row)
+            self._logprobs.append(self._row(token, entry))
+
+    def _row(self, token: int, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """The likeliest tokens at one position, and the one that is there."""
+        row = {
+            top: self._logprob(top, value, rank)
+            for rank, (top, value) in enumerate(
+                zip(entry.top_ids, entry.top, strict=True), start=1
+            )
+        }
+        if token not in row:
+            row[token] = self._logprob(token, entry.chosen, entry.rank)
+        return row
+
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Log-probabilities of the prompt once they are all known; as a delta, once."""
+        request = self.request
+        if request.params.prompt_logprobs is None or self._prompt_told:
+            return None
+        tokens, entries = request.prompt[1:], request.computed.prompt_logprobs
+        if self._prompt_logprobs is None and len(entries) == len(tokens):
+            self._prompt_logprobs = [None, *map(self._row, tokens, entries)]
+        self._prompt_told = (
+            request.params.output_kind == "delta" and self._prompt_logprobs is not None
+        )
+        return self._prompt_logprobs
 
     def _logprob(self, token: int, value: float, rank: int) -> Logprob:
         text = self._tokenizer.decode([token]) if self._tokenizer else None
         return Logprob(value, rank, text)
 
-    def output(self) -> RequestOutput:
-        """What the caller is told now."""
+    def completion(self, index: int) -> CompletionOutput:
+        """What the caller is told now: all of it, or what no delta has told yet.
+
+        Args:
+          index: which of the request's samples it is.
+        """
         request = self.request
         wanted = request.params.logprobs is not None
         if wanted:
             self._record_logprobs()
-        completion = CompletionOutput(
-            index=0,
-            text=self._text,
-            token_ids=list(request.output),
-            logprobs=list(self._logprobs) if wanted else None,
+        tokens, characters = self._told
+        if request.params.output_kind == "delta":
+            self._told = len(request.output), len(self._text)
+        return CompletionOutput(
+            index=index,
+            text=self._text[characters:],
+            token_ids=request.output[tokens:],
+            logprobs=self._logprobs[tokens:] if wanted else None,
+            cumulative_logprob=(
+                sum(entry.chosen for entry in request.logprobs) if wanted else None
+            ),
             finish_reason=request.finish_reason,
-            stop_reason=self._stop_reason,
-        )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=list(request.prompt),
-            outputs=[completion],
-            finished=request.finish_reason is not None,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            metrics=self.metrics,
+            stop_reason=self._stop_reason if request.finish_reason == "stop" else None,
+            weight_versions=self._weight_spans(tokens),
         )

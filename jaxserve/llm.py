@@ -1,18 +1,19 @@
 """LLM: a model and an engine for offline use, with text in and out.
 
-Owns prompts as users write them, progress bars and the compilation cache. Never sees a
-plan or a launch.
+Owns the order of prompts, progress bars and the compilation cache. Never sees a plan or
+a launch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -20,30 +21,22 @@ from tqdm import tqdm
 
 from jaxserve.config import EngineConfig, SamplingParams
 from jaxserve.core import Event
-from jaxserve.engine import Engine
+from jaxserve.engine import Engine, Update
 from jaxserve.executors.jax_executor import JaxExecutor
 from jaxserve.models import load
+from jaxserve.models.base import Params
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.outputs import RequestOutput
+from jaxserve.prompts import Message, Prompt, needed, read, render
 from jaxserve.scheduling.policies import Policy, check_is_policy, get_policy
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Message = Mapping[str, str]
-
-
-class _Chat(NamedTuple):
-    """A conversation in its template: the text holds special tokens that `encode` would
-    not read as such."""
-
-    text: str
-    token_ids: list[int]
 
 
 class LLM:
     """A checkpoint, ready to generate.
 
     Args:
-      model: a Hugging Face directory, a .gguf file, or a name on the Hugging Face hub.
+      model: a Hugging Face directory, a .gguf file, or a name on the Hugging Face hub;
+        docs/models.md lists the families.
       dtype: "bfloat16" or "float32", of weights and KV cache.
       max_model_len, max_num_seqs, max_num_batched_tokens, block_size, num_blocks,
         enable_prefix_caching, num_scheduler_steps, launches_in_flight, seed and
@@ -99,7 +92,7 @@ class LLM:
             seed=seed,
             **engine_options,
         )
-        decoder, params, self._tokenizer = load(model, dtype)
+        decoder, params, self.tokenizer = load(model, dtype, max_model_len)
         longest = decoder.config.context_length
         if max_model_len > longest:
             raise ValueError(
@@ -107,7 +100,7 @@ class LLM:
                 "that the model was made for; pass that or less"
             )
         self.engine = Engine(
-            decoder, params, config, policy, self._tokenizer, on_event=on_event
+            decoder, params, config, policy, self.tokenizer, on_event=on_event
         )
         self._ids = itertools.count()
         if warmup:
@@ -143,7 +136,8 @@ class LLM:
         Args:
           prompts: each a text, a list of token ids, or a mapping with `prompt` or
             `prompt_token_ids`, and perhaps `cache_salt`.
-          sampling_params: for all prompts, or one each.
+          sampling_params: for all prompts, or one each. Outputs are whole, whatever
+            their `output_kind`.
           use_tqdm: show progress, if standard error is a terminal.
           priority, user: for all prompts, or one each.
 
@@ -191,28 +185,25 @@ class LLM:
         one = isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
         chats = [cast(Sequence[Message], c) for c in conversations]
-        tokenizer = self.get_tokenizer()
-        prompts = [
-            _Chat(
-                tokenizer.apply_chat_template(chat, tokenize=False),
-                tokenizer.apply_chat_template(chat),
-            )
-            for chat in chats
-        ]
-        return self.generate(cast(list[Prompt], prompts), sampling_params, **options)
+        rendered: list[Prompt] = [render(chat, self.tokenizer) for chat in chats]
+        return self.generate(rendered, sampling_params, **options)
 
     def get_tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; ValueError if it came without one."""
-        if self._tokenizer is None:
-            raise ValueError(
-                "the checkpoint has no tokenizer.json, so prompts must be token ids; "
-                "put the file beside its config.json to use text"
-            )
-        return self._tokenizer
+        return needed(self.tokenizer)
 
     def stats(self) -> dict[str, int | float]:
         """The engine's counters and gauges."""
         return self.engine.stats()
+
+    def update_params(self, params: Params, mode: Update = "wait") -> int:
+        """Serve with other weights from now on; the new weight version.
+
+        Args:
+          params, mode: as in `Engine.update_params`; `models.load(path, dtype)[1]` are
+            those of another checkpoint of the same model.
+        """
+        return self.engine.update_params(params, mode)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block."""
@@ -226,7 +217,12 @@ class LLM:
         priority: int | None,
         user: str | None,
     ) -> str:
-        text, token_ids, salt = self._parse(position, prompt)
+        name = f"prompt {position}"
+        text, token_ids, salt = read(name, prompt, self.tokenizer)
+        if params is None or isinstance(params, SamplingParams):  # else: refused below
+            params = dataclasses.replace(
+                params or SamplingParams(), output_kind="final_only"
+            )
         request_id = str(next(self._ids))
         try:
             self.engine.add_request(
@@ -239,41 +235,8 @@ class LLM:
                 prompt=text,
             )
         except ValueError as error:
-            raise ValueError(f"prompt {position}: {error}") from None
+            raise ValueError(f"{name}: {error}") from None
         return request_id
-
-    def _parse(
-        self, position: int, prompt: Prompt
-    ) -> tuple[str | None, Sequence[int], str | None]:
-        """(text, token ids, cache salt) of a prompt."""
-        salt = None
-        if isinstance(prompt, _Chat):
-            return prompt.text, prompt.token_ids, salt
-        if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-            given = {"prompt", "prompt_token_ids"} & set(prompt)
-            if unknown or len(given) != 1:
-                raise ValueError(
-                    f"prompt {position} has the keys {list(prompt)}; it must have "
-                    "either prompt or prompt_token_ids, and may have cache_salt"
-                )
-            salt, kind = prompt.get("cache_salt"), given.pop()
-            prompt = cast(str | Sequence[int], prompt[kind])
-            if isinstance(prompt, str) != (kind == "prompt"):
-                raise ValueError(
-                    f"prompt {position} has {kind}={prompt!r}; prompt must be a text, "
-                    "and prompt_token_ids a list of token ids"
-                )
-        if isinstance(prompt, str):
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(
-                    f"prompt {position} must be valid Unicode, but {error}; replace "
-                    "the lone surrogates"
-                ) from None
-            return prompt, self.get_tokenizer().encode(prompt), salt
-        return None, prompt, salt
 
     def _abort(self, ids: Collection[str]) -> None:
         """End them all, even if a callback that hears of it raises."""
@@ -291,7 +254,7 @@ class LLM:
                     if output.finished and output.request_id in left:
                         left.remove(output.request_id)
                         done[output.request_id] = output
-                        tokens += len(output.outputs[0].token_ids)
+                        tokens += sum(len(o.token_ids) for o in output.outputs)
                         seconds = bar.format_dict["elapsed"] or 1e-9
                         bar.set_postfix_str(f"{tokens / seconds:.0f} output tok/s")
                         bar.update()

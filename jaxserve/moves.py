@@ -1,7 +1,8 @@
-"""KV blocks that cross between device, host and disk, around launches and by name.
+"""What crosses between device, host and disk around a launch, beside its plan.
 
-Owns the orders and their order, and what is told of them when they are done. Never sees
-a payload's contents or a physical block. Axes: S slots, M columns per slot, H handles.
+Owns the orders and their order, and what is told of them when they are done: KV blocks,
+by name, and the tables of slots. Never sees a payload's contents or a physical block.
+Axes: S slots, M columns per slot, H handles.
 
 A *payload* is a copy of one block in host memory; its name is never used again.
 """
@@ -9,6 +10,8 @@ A *payload* is a copy of one block in host memory; its name is never used again.
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
+
+from jaxserve.processors import Setup
 
 NO_KEY = b""
 
@@ -46,7 +49,8 @@ class Fetch(NamedTuple):
 
 
 class Restore(NamedTuple):
-    """Columns that a slot gets back from the host, beside those it adopted.
+    """Columns that a slot gets beside those it adopted: back from the host, or as the
+    copy of another's.
 
     They are new blocks; afterwards the slot has `length` KV rows and decodes `last`.
     """
@@ -58,6 +62,8 @@ class Restore(NamedTuple):
     fetches: tuple[Fetch, ...]
     length: int
     last: int  # token id to be fed next; any where its prompt is not complete
+    # A slot whose column `first` is copied instead, in part: the request forks it.
+    source: int | None = None
 
 
 class Save(NamedTuple):
@@ -77,11 +83,13 @@ class Load(NamedTuple):
 class Moves(NamedTuple):
     """What crosses around one launch, in this order.
 
+    The tables of the slots that it takes are written before it.
     Spills before the launch's edits, which may free what they read; restores after the
     launch, which frees what they take. A payload that is to be restored is loaded and
     then fetched first, and takes no device block until it has arrived.
     """
 
+    setup: tuple[Setup, ...] = ()
     spill: tuple[Spill, ...] = ()
     restore: tuple[Restore, ...] = ()
     fetch: tuple[Fetch, ...] = ()

@@ -56,6 +56,11 @@ class Reports:
             data = {**work, **data, "compiles": new}
             self._events.append(Event("launch", time_s, None, data))
 
+    def restart(self, accounts: Accounts) -> None:
+        """Go on from other totals; what is not delivered is forgotten."""
+        self._events.clear()
+        self.accounts = accounts
+
     def deliver(self) -> None:
         """Deliver events now that the engine is whole: a callback may call it."""
         if self._delivering or self._on_event is None:

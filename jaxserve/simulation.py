@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxserve.config import EngineConfig, EngineShape, SamplingParams
 from jaxserve.core import Event
@@ -39,6 +39,10 @@ class NoModel:
         )
 
     def forward(self, params: Params, pages: Pages, batch: Batch):
+        """Never called."""
+        raise NotImplementedError
+
+    def logits(self, params: Params, hidden: Any, index: Any, used: Any):
         """Never called."""
         raise NotImplementedError
 
@@ -85,6 +89,37 @@ def simulate(
     Raises:
       ValueError: a job's prompt does not fit the configuration; nothing has run.
     """
+    engine = simulated_engine(
+        workload,
+        config,
+        policy,
+        cost,
+        link=link,
+        disk=disk,
+        seed=seed,
+        jump=jump,
+        on_event=on_event,
+    )
+    return drain(engine, progress)
+
+
+def simulated_engine(
+    workload: Workload,
+    config: EngineConfig,
+    policy: Policy,
+    cost: StepCost,
+    *,
+    link: LinkCost = INSTANT,
+    disk: LinkCost = INSTANT,
+    seed: int = 0,
+    jump: bool = True,
+    on_event: Callable[[Event], None] | None = None,
+) -> Engine:
+    """An engine in logical time to which a workload has been submitted, not run yet.
+
+    Its requests are "0", "1", ... It may resume a snapshot of another of the same
+    workload. Arguments and errors are those of `simulate`.
+    """
     truth: dict[int, Truth] = {}
 
     def executor(model: object, params: object, shape: EngineShape) -> SimExecutor:
@@ -105,7 +140,7 @@ def simulate(
             deadline_s=job.deadline_s,
             tags=job.tags,
         )
-    return drain(engine, progress)
+    return engine
 
 
 def drain(engine: Engine, progress: Callable[[int], object] | None = None) -> Results:
@@ -114,10 +149,18 @@ def drain(engine: Engine, progress: Callable[[int], object] | None = None) -> Re
     Args:
       progress: called with the number of requests that ended since the last call.
     """
+    requests = ended(engine, progress)
+    return Results([requests[i] for i in sorted(requests)], engine.stats())
+
+
+def ended(
+    engine: Engine, progress: Callable[[int], object] | None = None
+) -> dict[int, RequestMetrics]:
+    """As `drain`, but only the metrics, by the number of the request."""
     requests: dict[int, RequestMetrics] = {}
     while engine.has_unfinished_requests():
-        ended = [output for output in engine.step() if output.finished]
-        requests |= {int(output.request_id): output.metrics for output in ended}
-        if progress and ended:
-            progress(len(ended))
-    return Results([requests[i] for i in sorted(requests)], engine.stats())
+        done = [output for output in engine.step() if output.finished]
+        requests |= {int(output.request_id): output.metrics for output in done}
+        if progress and done:
+            progress(len(done))
+    return requests

@@ -86,11 +86,13 @@ def check_params(
         raise ValueError(
             f"sampling_params of type {type(params).__name__} must be SamplingParams"
         )
-    if params.logprobs is not None and params.logprobs > config.max_logprobs:
-        raise ValueError(
-            f"logprobs={params.logprobs} must not exceed "
-            f"max_logprobs={config.max_logprobs}; lower it or raise EngineConfig's"
-        )
+    for field in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, field)
+        if value is not None and value > config.max_logprobs:
+            raise ValueError(
+                f"{field}={value} must not exceed "
+                f"max_logprobs={config.max_logprobs}; lower it or raise EngineConfig's"
+            )
     if params.stop_strings and not has_text:
         raise ValueError(
             f"stop={list(params.stop_strings)!r} needs a tokenizer; give the engine "
@@ -101,6 +103,38 @@ def check_params(
             raise ValueError(
                 f"stop_token_ids={token} must be in [0, {vocab_size}), the vocabulary"
             )
+
+
+def check_fork(
+    params: SamplingParams, limit: int, *, of: SamplingParams, output_tokens: int
+) -> None:
+    """Refuse a fork that could not go on.
+
+    Args:
+      limit: most output tokens of the fork.
+      of: parameters of the request that is forked.
+      output_tokens: that it has.
+    """
+    if of.n > 1 or params.n > 1:
+        raise ValueError(
+            f"n={max(of.n, params.n)} must be 1 of a request that is forked, and of "
+            "the fork; submit the samples as requests of their own"
+        )
+    if params.logprobs != of.logprobs:
+        raise ValueError(
+            f"logprobs={params.logprobs} must be {of.logprobs}, as of the request that "
+            "is forked, whose output has no others"
+        )
+    if params.prompt_logprobs != of.prompt_logprobs:
+        raise ValueError(
+            f"prompt_logprobs={params.prompt_logprobs} must be {of.prompt_logprobs}, "
+            "as of the request that is forked, whose prompt has no others"
+        )
+    if output_tokens >= limit:
+        raise ValueError(
+            f"max_tokens={params.max_tokens} allows {limit} output tokens, and the "
+            f"request has {output_tokens} already; raise it"
+        )
 
 
 def stop_ids(

@@ -37,7 +37,8 @@ def paged_attention(
     num_decode: jax.Array | int,  # i32[] rows of exactly one token; they come first
     *,
     scale: float,
-    window: int | None = None,
+    window: int | jax.Array | None = None,
+    soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> jax.Array:  # [T, Hq, D], dtype of q
     """Causal attention of a ragged batch: decode rows first, then prompt chunks.
@@ -57,7 +58,9 @@ def paged_attention(
         where it is R, an implementation may leave out its code for chunks.
       scale: factor on the logits, usually D**-0.5.
       window: a token attends to this many positions at most, its own the last; None: to
-        all.
+        all. An i32[] where it is known only when the program runs, as where layers
+        differ; `EVERYTHING` is then the number for all.
+      soft_cap: bounds the logits: soft_cap * tanh(logit / soft_cap); None: no bound.
       implementation: a name in `IMPLEMENTATIONS`; None takes the first that accepts the
         arguments.
 
@@ -66,17 +69,18 @@ def paged_attention(
       NotImplementedError: the named implementation does not take these arguments.
       ExceptionGroup: none takes them; it holds the reason of each.
     """
-    check(q, pages, table, kv_lens, cu_q_lens, num_decode, window)
+    check(q, pages, table, kv_lens, cu_q_lens, num_decode, window, soft_cap)
     arguments = (q, pages, table, kv_lens, cu_q_lens, num_decode)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if implementation is not None:
         if implementation not in IMPLEMENTATIONS:
             known = ", ".join(map(repr, IMPLEMENTATIONS))
             raise ValueError(f"{implementation=} is unknown; known are {known}")
-        return IMPLEMENTATIONS[implementation](*arguments, scale=scale, window=window)
+        return IMPLEMENTATIONS[implementation](*arguments, **options)
     errors: list[Exception] = []
     for name, attend in IMPLEMENTATIONS.items():
         try:
-            return attend(*arguments, scale=scale, window=window)
+            return attend(*arguments, **options)
         except NotImplementedError as error:
             error.add_note(f"from implementation {name!r}")
             errors.append(error)
@@ -112,7 +116,8 @@ def rotary_attention(
     num_decode: jax.Array | int,  # i32[]
     *,
     scale: float,
-    window: int | None = None,
+    window: int | jax.Array | None = None,
+    soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # [T, Hq, D] of the pages' dtype, pages
     """Rotate queries and keys, write the batch's KV, and attend: a layer's attention.
@@ -122,10 +127,10 @@ def rotary_attention(
     """
     check_rotary(qkv, cos, sin, pages, page_ids, offsets)
     rest = (table, kv_lens, cu_q_lens, num_decode)
-    options = {"scale": scale, "window": window}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     kv_heads = pages.shape[2]
     heads = qkv.shape[1] - 2 * kv_heads
-    check(qkv[:, :heads], pages, *rest, window)
+    check(qkv[:, :heads], pages, *rest, window, soft_cap)
     if implementation in (None, "cpu"):
         try:
             return cpu.rotary_attention(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+EVERYTHING = 2**30
+"""A window that no context fills."""
+
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 
 
@@ -48,11 +51,16 @@ def check(
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
     num_decode: jax.Array | int,
-    window: int | None,
+    window: int | jax.Array | None,
+    soft_cap: float | None,
 ) -> None:
     """Refuse arguments of `paged_attention` that break its rules."""
-    if window is not None and window < 1:
+    if isinstance(window, int) and window < 1:
         raise ValueError(f"{window=} must be at least 1: a token sees itself; or None")
+    if isinstance(window, jax.Array) and (window.shape or window.dtype != jnp.int32):
+        raise ValueError(f"window of {window.dtype}{list(window.shape)} must be i32[]")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"{soft_cap=} must be above 0, or None for no bound")
     for name, array, axes in (
         ("q", q, "[T, Hq, D]"),
         ("pages", pages, "[NP, B, Hkv, 2, D]"),

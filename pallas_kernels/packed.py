@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from pallas_kernels import cpu
 from pallas_kernels.cpu import PANEL
 
 _STEP_BYTES = 64  # of a row: what a kernel takes in at once
+NORM_STEP = 16
+"""Elements of a row that the norm takes in at once."""
 _ALIGNMENT = 64  # bytes, of what XLA allocates
 
 
@@ -138,9 +140,12 @@ def gated_linear(
     weight: Packed,
     layer: jax.Array | int,
     rows: jax.Array | int | None = None,
+    activation: Literal["silu", "gelu_tanh"] = "silu",
 ) -> jax.Array:
-    """[T, F] = silu(x G) * (x U) of a gated weight, rounded to its dtype."""
-    return _multiply(x, weight, layer, rows, "GATED")
+    """[T, F] = silu(x G) * (x U) of a gated weight, rounded to its dtype; or with GELU
+    in its tanh approximation (Hendrycks and Gimpel, 2016)."""
+    mode = "GATED" if activation == "silu" else "GATED_GELU"
+    return _multiply(x, weight, layer, rows, mode)
 
 
 def rms_norm(
@@ -157,17 +162,33 @@ def rms_norm(
             f"x of shape {x.shape} and scales of shape {scales.shape} must be [T, K] "
             f"and [L, K] with K={weight.inner} of the weight"
         )
+    return normalize(x, scales, layer, epsilon, weight.dtype, rows)
+
+
+def normalize(
+    x: jax.Array,  # f32[T, K], K a multiple of NORM_STEP
+    scales: jax.Array,  # f32[L, K]
+    layer: jax.Array | int,
+    epsilon: float,
+    dtype: jax.typing.DTypeLike,
+    rows: jax.Array | int | None = None,
+) -> jax.Array:  # [T, K] of `dtype`
+    """RMS norm of the rows, times scales[layer]."""
+    if x.shape[1] % NORM_STEP:
+        raise ValueError(
+            f"x of shape {x.shape} must have rows of a multiple of {NORM_STEP}"
+        )
     x, scales = (array.astype(jnp.float32) for array in (x, scales))
     from pallas_kernels.cpu import calls  # only now: it needs numba
 
     rows = x.shape[0] if rows is None else rows
-    return calls.normalize(x, scales, layer, epsilon, rows, weight.dtype)
+    return calls.normalize(x, scales, layer, epsilon, rows, dtype)
 
 
 def _multiply(
     x: jax.Array, weight: Packed, layer: Any, rows: Any, mode: str, *more: jax.Array
 ) -> jax.Array:
-    if weight.gated != (mode == "GATED"):
+    if weight.gated != mode.startswith("GATED"):
         raise ValueError(f"a weight packed with gated={weight.gated} is no {mode} one")
     if x.ndim != 2 or x.shape[1] != weight.inner:
         raise ValueError(f"x of shape {x.shape} must be [T, K] with K={weight.inner}")

@@ -21,7 +21,8 @@ def paged_attention(
     | int,  # i32[]; not needed: a decode row is a chunk of one token
     *,
     scale: float,
-    window: int | None = None,
+    window: int | jax.Array | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:  # [T, Hq, D]
     """See `pallas_kernels.api.paged_attention`."""
     del num_decode
@@ -41,6 +42,8 @@ def paged_attention(
             kv[:, :, 0],
             precision=lax.Precision.HIGHEST,
         ) * jnp.float32(scale)
+        if soft_cap is not None:
+            logits = soft_cap * jnp.tanh(logits / soft_cap)
         q_pos = kv_len - stop + token  # the row's last token is at kv_len - 1
         own = (token >= start) & (token < stop) & (kv_len > 0)
         seen = kv_pos[None, :] <= q_pos[:, None]

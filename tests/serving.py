@@ -10,7 +10,8 @@ import dataclasses
 import functools
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,9 @@ from jaxserve.executors.link import LinkCost
 from jaxserve.executors.sim_executor import SimExecutor, Truth
 from jaxserve.models.hash_model import HashModel, next_token
 from jaxserve.moves import Moves
+from jaxserve.outputs import joined
 from jaxserve.scheduling.policies import Policy
+from tests import processing
 
 EOS = (7, 50)
 COST = LinearCost()
@@ -49,25 +52,73 @@ def direct(prompt: Sequence[int], n: int, eos: Sequence[int] = ()) -> list[int]:
 
 
 @functools.cache
-def _noise(seed: int, position: int) -> np.ndarray:
+def gumbel(seed: int, position: int, sample: int = 0) -> np.ndarray:
     """Gumbel noise of one position, by the documented key scheme; f32[97]."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0), position)
+    key = jax.random.fold_in(jax.random.key(seed), sample)
+    key = jax.random.fold_in(key, position)
     return np.asarray(jax.random.gumbel(key, (97,), jnp.float32))
+
+
+def hash_logits(context: Sequence[int]) -> np.ndarray:
+    """The hash model's logits by its definition, f32[97]."""
+    away = (np.arange(97) - next_token(context)) % 97
+    return away.astype(np.float32) * np.float32(-0.25)
 
 
 def direct_random(
     prompt: Sequence[int], n: int, seed: int, eos: Sequence[int] = ()
 ) -> list[int]:
     """The hash model's output at temperature 1, without an engine."""
-    out: list[int] = []
+    return sampled(prompt, [], n, seed, 0, eos)
+
+
+def sampled(
+    prompt: Sequence[int],
+    output: Sequence[int],
+    n: int,
+    seed: int,
+    sample: int,
+    eos: Sequence[int] = (),
+) -> list[int]:
+    """Of a fork: n tokens, those it had included, then its own sample."""
+    out = list(output)
     while len(out) < n:
         context = [*prompt, *out]
-        away = (np.arange(97) - next_token(context)) % 97
-        logits = away.astype(np.float32) * np.float32(-0.25)
-        out.append(int(np.argmax(logits + _noise(seed, len(context)))))
+        out.append(draw(hash_logits(context), seed, len(context), sample))
         if out[-1] in eos:
             break
     return out
+
+
+def draw(logits: np.ndarray, seed: int | None, position: int, sample: int = 0) -> int:
+    """The token drawn at temperature 1, or the likeliest if there is no seed."""
+    noise = 0 if seed is None else gumbel(seed, position, sample)
+    return int(np.argmax(logits + noise))
+
+
+def direct_with(
+    prompt: Sequence[int], params: SamplingParams, eos: Sequence[int] = ()
+) -> list[int]:
+    """The hash model's output under any fields, without an engine."""
+    out: list[int] = []
+    assert params.max_tokens is not None
+    while len(out) < params.max_tokens:
+        context = [*prompt, *out]
+        logits = processing.process_as(params, hash_logits(context), prompt, out)
+        if len(out) < params.min_tokens:
+            logits[list(eos)] = -np.inf
+        out.append(draw(logits, params.seed, len(context)))
+        if out[-1] in eos:
+            break
+    return out
+
+
+def direct_scores(prompt: Sequence[int]) -> list[float]:
+    """Log-probability of each prompt token but the first, on the hash model."""
+    scores = []
+    for at, token in enumerate(prompt[1:], start=1):
+        scores.append(float(processing.log_softmax(hash_logits(prompt[:at]))[token]))
+    return scores
 
 
 @dataclasses.dataclass
@@ -81,9 +132,13 @@ class Job:
     abort_after: int | None = None  # engine steps after submission
     priority: int = 0
     seed: int | None = None  # draws at temperature 1; None is greedy
+    output_kind: str = "cumulative"
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def expected(self, eos: Sequence[int] = ()) -> list[int]:
         """Its output by the model's definition."""
+        if self.fields:
+            return direct_with(self.prompt, self.params, eos)
         if self.seed is not None:
             return direct_random(self.prompt, self.max_tokens, self.seed, eos)
         return direct(self.prompt, self.max_tokens, eos)
@@ -91,10 +146,30 @@ class Job:
     @property
     def params(self) -> SamplingParams:
         """Its sampling parameters."""
-        temperature = 0.0 if self.seed is None else 1.0
+        fields = dict(self.fields)
+        if "min_tokens" in fields:
+            fields["min_tokens"] = min(fields["min_tokens"], self.max_tokens)
         return SamplingParams(
-            temperature=temperature, seed=self.seed, max_tokens=self.max_tokens
+            temperature=0.0 if self.seed is None else 1.0,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            output_kind=self.output_kind,  # type: ignore[arg-type]
+            **fields,
         )
+
+    def check_scores(self, output: RequestOutput) -> None:
+        """Its prompt's log-probabilities are those of the model's definition."""
+        asked = "prompt_logprobs" in self.fields
+        if not asked or not output.outputs[0].token_ids:
+            assert asked or output.prompt_logprobs is None
+            return
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs[0] is None
+        rows, scores = output.prompt_logprobs[1:], direct_scores(self.prompt)
+        assert len(rows) == len(scores)
+        for row, token, score in zip(rows, self.prompt[1:], scores, strict=True):
+            assert row is not None and abs(row[token].logprob - score) < 1e-5
+            assert len(row) <= 1 + self.fields["prompt_logprobs"]
 
 
 def workload(
@@ -105,11 +180,20 @@ def workload(
     longest_output: int = 20,
     spread_s: float = 0.5,
     aborts: bool = False,
+    kinds: bool = False,
+    fields: bool = False,
 ) -> list[Job]:
-    """Random requests: shared prefixes, whole blocks, single tokens, a few salts."""
-    rng = random.Random(seed)
+    """Random requests: shared prefixes, whole blocks, single tokens, a few salts.
+
+    Args:
+      kinds: outputs of every kind; else cumulative ones.
+      fields: half of them have fields of `SamplingParams`.
+    """
+    rng, kind = random.Random(seed), random.Random(f"kinds {seed}")
+    told = ["cumulative", "delta", "final_only"] if kinds else ["cumulative"]
     shared = [[rng.randrange(97) for _ in range(16)] for _ in range(2)]
     jobs = []
+    more = random.Random(f"fields {seed}")
     for _ in range(n):
         prefix = rng.choice(shared)[: rng.choice([0, 4, 8, 12, 16])]
         own = rng.randint(0 if prefix else 1, max(1, longest_prompt - len(prefix)))
@@ -125,6 +209,10 @@ def workload(
                 else None,
                 priority=rng.randrange(3),
                 seed=rng.choice([None, None, rng.randrange(8)]),
+                output_kind=kind.choice(told),
+                fields=processing.random_fields(more)
+                if fields and more.random() < 0.5
+                else {},
             )
         )
     return jobs
@@ -196,10 +284,20 @@ def make_engine(
         model.init_params(),
         config,
         policy,
+        processing.Numbers(),
         executor=executor,
         on_event=events.append,
     )
     return engine, recorders[0], events
+
+
+def keep(
+    outputs: dict[str, RequestOutput], jobs: Sequence[Job], output: RequestOutput
+) -> None:
+    """Add an output of job "i" to all that has been told of it."""
+    name = output.request_id
+    more = jobs[int(name)].output_kind == "delta" and name in outputs
+    outputs[name] = joined(outputs[name], output) if more else output
 
 
 def drive(
@@ -237,7 +335,7 @@ def drive(
             if job.abort_after == steps:
                 engine.abort_request(str(i))
         for output in engine.step():
-            outputs[output.request_id] = output
+            keep(outputs, jobs, output)
         steps += 1
         assert steps < 200 * (len(jobs) + 5), "the engine makes no progress"
     engine.settle_tiers()

@@ -22,6 +22,7 @@ NAN, INF = float("nan"), float("inf")
 
 # field: what is refused of it, and what the message must say besides field and value.
 SAMPLING = {
+    "n": ([0, -1, 1.5, NAN, "1", True, None], "integer >= 1"),
     "temperature": ([-0.1, NAN, INF, -INF, "hot", None, True], "0 is greedy"),
     "top_k": ([-2, 1.0, 0.5, NAN, INF, "1", True, None], "integer >= -1.*keeps all"),
     "top_p": ([-0.1, 1.1, NAN, INF, "1", True, None], r"in \[0, 1\].*1 keeps all"),
@@ -32,8 +33,23 @@ SAMPLING = {
     "stop": (["", [""], ["a", 1], 5, b"a"], "non-empty string"),
     "stop_token_ids": ([[-1], [1.0], ["1"], [True], [None], 5], "integer >= 0"),
     "ignore_eos": ([1, 0, None, "no"], "must be True or False"),
-    "output_kind": (["delta", None, 1], "one of .'cumulative', 'fi"),
+    "output_kind": (["deltas", None, 1], "one of .'cumulative', 'delta', 'fi"),
     "logprobs": ([-1, 1.0, NAN, "1", True], ">= 0, or None for none"),
+    "prompt_logprobs": ([-1, 1.0, NAN, "1", True], ">= 0, or None for none"),
+    "presence_penalty": ([-2.1, 2.1, NAN, INF, "0", None], r"\[-2, 2\].*0 is none"),
+    "frequency_penalty": ([-2.1, 2.1, NAN, -INF, True], r"\[-2, 2\].*0 is none"),
+    "repetition_penalty": (
+        [0, -1, 1e-40, NAN, INF, 1e39, None],
+        "number in.*1 is none",
+    ),
+    "logit_bias": (["a", 5, [1], [(1, 2, 3)]], "token id"),
+    "allowed_token_ids": ([[], [-1], [1.0], [True], 5], "integer >= 0|None allows"),
+    "bad_words": (["a", [""], ["a", 1], 5], "non-empty string"),
+    "detokenize": ([1, 0, None, "no"], "must be True or False"),
+    "skip_special_tokens": ([1, 0, None, "no"], "must be True or False"),
+    "spaces_between_special_tokens": ([False, 1, None], "must be True: the text"),
+    "include_stop_str_in_output": ([1, 0, None, "no"], "must be True or False"),
+    "skip_reading_prefix_cache": ([1, 0, "no"], "must be True or False"),
 }
 ENGINE = {
     "max_model_len": ([1, 0, 2.0, True, None], "integer >= 2: a prompt and an output"),
@@ -60,6 +76,8 @@ ENGINE = {
     "skip_limit": ([-1, 0.5, True, None], "integer >= 0"),
     "seed": ([-1, 0.5, True, None], "integer >= 0"),
     "max_logprobs": ([-1, 0.5, True, None], "integer >= 0"),
+    "max_logit_bias": ([-1, 0.5, True, None], "integer >= 0"),
+    "max_bad_words": ([-1, 0.5, True, None], "integer >= 0"),
 }
 REFUSED = [
     pytest.param(cls, field, value, hint, id=f"{cls.__name__} {field}={value!r}")
@@ -85,18 +103,27 @@ def test_a_bad_value_is_refused_by_name(cls, field: str, value, hint: str) -> No
     """A ValueError with the field, the value (of a list, the bad one) and the rule."""
     with pytest.raises(ValueError, match=rf"^{field}=.*({hint})") as error:
         cls(**{field: value})
-    parts = list(value) if isinstance(value, list | bytes) else [value]
+    parts = list(value) if value and isinstance(value, list | bytes) else [value]
     assert any(f"{field}={part!r}" in str(error.value) for part in parts)
 
 
 @pytest.mark.parametrize("cls", [SamplingParams, EngineConfig])
 @pytest.mark.parametrize(
     "field",
-    ["presence_penalty", "frequency_penalty", "repetition_penalty", "best_of", "n"],
+    ["structured_outputs", "extra_args", "logits_processors", "best_of"],
 )
 def test_what_is_not_there_yet_is_refused_by_name(cls, field: str) -> None:
     with pytest.raises(TypeError, match=f"'{field}'"):
         cls(**{field: 1})
+
+
+@pytest.mark.parametrize("bias", [NAN, INF, -INF, 100.5, "1", None, True])
+def test_a_bad_bias_is_refused_with_its_token(bias) -> None:
+    complaint = rf"^logit_bias\[7\]={bias!r} must be .*\[-100, 100\].*bad_words"
+    with pytest.raises(ValueError, match=complaint):
+        SamplingParams(logit_bias={3: 1.0, 7: bias})
+    with pytest.raises(ValueError, match="^logit_bias=-7 must be an integer >= 0"):
+        SamplingParams(logit_bias={-7: 1.0})
 
 
 def test_rules_of_two_fields_name_both() -> None:

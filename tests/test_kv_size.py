@@ -8,7 +8,9 @@ import jax
 import pytest
 
 from jaxserve.kv_size import kv_bytes_per_token
-from jaxserve.models.decoder import Decoder, DecoderConfig
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.decoder_config import AttentionKind, DecoderConfig
+from jaxserve.models.rope import Rope
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_an_engine_allocates_what_the_formula_says(dtype: str, size: int) -> Non
             num_kv_heads=2,
             head_dim=8,
             norm_epsilon=1e-5,
-            rope_frequencies=(1.0, 0.1, 0.01, 0.001),
+            attention=(AttentionKind(Rope((1.0, 0.1, 0.01, 0.001))),),
             tied=True,
             context_length=64,
             eos_ids=(),

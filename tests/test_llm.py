@@ -10,8 +10,10 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.models import smollm2_path
+from tests.test_docs import DOCS, examples
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+LAWS = "The three laws of motion were stated by"
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -113,6 +115,59 @@ def test_logprobs_are_a_distribution_in_order(llm: LLM) -> None:
     assert decoded == completion.text
 
 
+def test_prompt_logprobs_are_those_of_the_output(llm: LLM) -> None:
+    """The same tokens as a prompt, in chunks, and as an output, one at a time."""
+    params = dataclasses.replace(GREEDY, logprobs=3, max_tokens=16)
+    (made,) = llm.generate(LAWS, params, use_tqdm=False)
+    completion = made.outputs[0]
+    assert completion.logprobs is not None
+    ids = [*made.prompt_token_ids, *completion.token_ids]
+    asked = dataclasses.replace(GREEDY, prompt_logprobs=3, max_tokens=1)
+    (scored,) = llm.generate(ids, asked, use_tqdm=False)
+    assert scored.prompt_logprobs is not None and scored.num_cached_tokens == 0
+    assert scored.prompt_logprobs[0] is None
+    rows = scored.prompt_logprobs[len(made.prompt_token_ids) :]
+    for mine, output in zip(rows, completion.logprobs, strict=True):
+        assert mine is not None and list(mine) == list(output)
+        for one, two in zip(mine.values(), output.values(), strict=True):
+            assert one.logprob == pytest.approx(two.logprob, abs=1e-3)
+            assert (one.rank, one.decoded_token) == (two.rank, two.decoded_token)
+    assert completion.cumulative_logprob == pytest.approx(
+        sum(row[t].logprob for row, t in zip(rows, completion.token_ids, strict=True)),  # type: ignore[index]
+        abs=1e-2,
+    )
+
+
+def test_bad_words_and_biases_by_text(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    words = dataclasses.replace(GREEDY, bad_words=["Paris"])
+    assert "Paris" not in text(llm.chat(FRANCE, words, use_tqdm=False))
+    (lyon,) = tokenizer.encode(" London", add_special_tokens=False)
+    bias = dataclasses.replace(GREEDY, logit_bias={lyon: 30.0}, presence_penalty=2.0)
+    assert "London" in text(llm.chat(FRANCE, bias, use_tqdm=False))
+    yes_no = [tokenizer.encode(word)[0] for word in ("Yes", "No")]
+    only = dataclasses.replace(GREEDY, allowed_token_ids=yes_no, max_tokens=1)
+    assert text(llm.chat(FRANCE, only, use_tqdm=False)) in ("Yes", "No")
+
+
+def test_what_the_text_holds(llm: LLM) -> None:
+    said = "The capital of France is Paris."
+
+    def answer(**fields) -> str:
+        params = dataclasses.replace(GREEDY, **fields)
+        return text(llm.chat(FRANCE, params, use_tqdm=False))
+
+    included = {"include_stop_str_in_output": True}
+    assert answer(stop="ance is", **included) == "The capital of France is"
+    assert answer(skip_special_tokens=False) == said
+    end = answer(skip_special_tokens=False, **included)
+    assert end == f"{said}<|im_end|>"
+    assert answer(**included) == said
+    on = answer(skip_special_tokens=False, ignore_eos=True, max_tokens=9)
+    assert on.startswith(f"{said}<|im_end|>")
+    assert answer(detokenize=False) == ""
+
+
 def test_a_seeded_request_repeats_itself(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, seed=42, max_tokens=12, top_p=0.9)
     alone = llm.chat(FRANCE, params, use_tqdm=False)[0].outputs[0].token_ids
@@ -185,7 +240,7 @@ def test_a_prompt_of_any_kind_of_wrong_is_named_and_leaves_nothing(
             llm.generate(["Hello", prompt], ONE, use_tqdm=False)  # type: ignore[list-item]
         assert llm.engine.holds_nothing()
     finally:  # the other tests share the engine
-        for name in list(llm.engine._live):
+        for name in list(llm.engine._clients.live):
             llm.engine.abort_request(name)
         while llm.engine.has_unfinished_requests():
             llm.engine.step()
@@ -225,3 +280,16 @@ def test_prompts_that_are_none_are_refused_by_name(llm: LLM, value: object) -> N
 def test_one_message_alone_is_refused_by_name(llm: LLM) -> None:
     with pytest.raises(ValueError, match="messages.*must"):
         llm.chat({"role": "user", "content": "Hi"}, ONE)  # type: ignore[arg-type]
+
+
+def test_the_page_on_serving(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last test here: the example of docs/serving.md closes the engine."""
+    monkeypatch.setattr("jaxserve.async_engine.LLM", lambda path: llm)
+    exec(examples(DOCS / "serving.md")[0], {"__name__": "example"})
+    answer, *completed = capsys.readouterr().out.splitlines()
+    assert answer == "The capital of France is Paris."
+    assert sum(" and " in line and " is -> " in line for line in completed) == 3
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("Hello", ONE, use_tqdm=False)

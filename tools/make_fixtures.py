@@ -11,6 +11,8 @@ It writes, each from transformers in float32 on the CPU unless named:
   smollm2_greedy.npz, .json     greedy continuations of 16 prompts, margins and logits
   smollm2_tokenizer.json        strings and their ids, by the BPE of plain_bpe.py
   tiny_llama/, tiny_llama_tied/ small random models as safetensors and GGUF, with logits
+  families/                     configs of the other families, with tokens and logits;
+                                `--only families` needs no --gguf
 
 Every reference is first compared with itself by another route.
 """
@@ -31,6 +33,7 @@ import regex
 import torch
 import transformers
 from plain_bpe import PlainBPE, strings
+from tiny_families import VARIANTS, write_family
 from tiny_llama import write_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -213,20 +216,25 @@ def write_tokenizer(tokenizer, gguf_path: Path, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--gguf", type=Path, required=True, help="the SmolLM2 GGUF file"
-    )
+    parser.add_argument("--gguf", type=Path, help="the SmolLM2 GGUF file")
     parser.add_argument("--out", type=Path, required=True, help="tests/fixtures")
-    parser.add_argument("--only", choices=("tiny", "tokenizer", "greedy"))
+    parser.add_argument("--only", choices=("tiny", "families", "tokenizer", "greedy"))
     arguments = parser.parse_args()
+    random_only = arguments.only in ("tiny", "families")
+    if arguments.gguf is None and not random_only:
+        parser.error("--gguf is needed; or take --only tiny or --only families")
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(os.cpu_count() or 1)
     if arguments.only in (None, "tiny"):
         write_tiny(False, arguments.out / "tiny_llama")
         write_tiny(True, arguments.out / "tiny_llama_tied")
+    if arguments.only in (None, "families"):
+        for name in VARIANTS:
+            write_family(name, arguments.out / "families" / name)
+    if random_only:
+        return
     folder, file = arguments.gguf.parent, arguments.gguf.name
-    if arguments.only != "tiny":
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     if arguments.only in (None, "tokenizer"):
         write_tokenizer(tokenizer, arguments.gguf, arguments.out)
     if arguments.only in (None, "greedy"):

@@ -16,6 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.config import EngineShape
+from jaxserve.device import processors
+from jaxserve.device.processors import Tables
+
 F32, I32, U32 = jnp.float32, jnp.int32, jnp.uint32
 _GROUP = 128
 _ROWS = 8  # sampled at a time
@@ -32,6 +36,7 @@ class RowParams(NamedTuple):
     top_p: jax.Array  # f32[R]
     min_p: jax.Array  # f32[R]
     barred: jax.Array  # i32[R, E] ids that may not be drawn; negative = none
+    tables: jax.Array  # i32[R] slot whose tables the logits go through; S = none
 
 
 class Logprobs(NamedTuple):
@@ -168,9 +173,18 @@ def _by_rows(function: Any, operands: Any, used: jax.Array) -> Any:
     return jax.tree.map(join, lax.fori_loop(0, -(-used // _ROWS), add, out))
 
 
-def _draw(operands: tuple[jax.Array, RowParams]) -> jax.Array:
-    """A token for each row: drawn, or the likeliest where it is greedy."""
+def _choose(
+    tables: Tables, shape: EngineShape, operands: tuple[jax.Array, RowParams]
+) -> jax.Array:
+    """A token for each row, from its logits as its tables leave them."""
     x, params = operands
+    processed = params.tables < len(tables.context)
+    x = lax.cond(
+        processed.any(),
+        lambda y: processors.apply(tables, y, params.tables, params.position, shape),
+        lambda y: y,
+        x,
+    )
     greedy = params.temperature <= 0
     scaled = x / jnp.where(greedy, F32(1), params.temperature)[:, None]
     narrow = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
@@ -180,36 +194,55 @@ def _draw(operands: tuple[jax.Array, RowParams]) -> jax.Array:
         lambda y: y,
         scaled,
     )
-    noise = jax.vmap(lambda k: jax.random.gumbel(k, (x.shape[1],), F32))(
-        row_keys(params)
+    noise = lax.cond(
+        greedy.all(),
+        lambda keys: jnp.zeros_like(x),
+        jax.vmap(lambda key: jax.random.gumbel(key, (x.shape[1],), F32)),
+        row_keys(params),
     )
     return argmax(jnp.where(greedy[:, None], x, scaled + noise))
 
 
-def sample(logits: jax.Array, params: RowParams, used: jax.Array) -> jax.Array:
+def sample(
+    logits: jax.Array,
+    tables: Tables,
+    params: RowParams,
+    used: jax.Array,
+    shape: EngineShape,
+) -> jax.Array:
     """One token for each of the first `used` i32[] rows, i32[R], from f32[R, V] logits.
 
     Random rows take the argmax of logits / temperature plus Gumbel noise drawn from the
     row's own key, so a row's token depends on its request and position alone.
     """
     rows, vocab = logits.shape
-    greedy = params.temperature <= 0
+    plain = params.tables >= len(tables.context)
+    plain &= params.temperature <= 0
 
     def bar(x: jax.Array) -> jax.Array:
         column = jnp.where(params.barred < 0, vocab, params.barred)
         row = jnp.arange(rows, dtype=I32)[:, None]
         return x.at[row, column].set(-jnp.inf, mode="drop")
 
-    def draw(x: jax.Array) -> jax.Array:
+    def choose(x: jax.Array) -> jax.Array:
         """Some rows at a time: the temporaries of all would be several times `x`."""
-        return _by_rows(_draw, (x, params), used)
+        return _by_rows(partial(_choose, tables, shape), (x, params), used)
 
     # Not one `cond` for each part: what a branch passes on unchanged is copied, and
     # the logits are large. Where rows are random that copy does not count.
     barred = (params.barred >= 0).any().astype(I32)
-    case = jnp.where(greedy.all(), barred, 2)
-    branches = (argmax, lambda x: argmax(bar(x)), lambda x: draw(bar(x)))
+    case = jnp.where(plain.all(), barred, 2)
+    branches = (argmax, lambda x: argmax(bar(x)), lambda x: choose(bar(x)))
     return lax.switch(case, branches, logits)
+
+
+def all_logprobs(logits: jax.Array, tokens: jax.Array, width: int) -> Logprobs:
+    """Of the tokens i32[R] and of the `width` likeliest, from logits f32[R, V]."""
+    logs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logs, tokens[:, None], axis=1)[:, 0]
+    rank = 1 + (logs > chosen[:, None]).sum(axis=1, dtype=I32)
+    top, ids = top_k(logs, width)
+    return Logprobs(chosen, rank, ids, top)
 
 
 def logprobs(
@@ -231,12 +264,7 @@ def logprobs(
     width = min(width, vocab)
 
     def compute(operands: tuple[jax.Array, jax.Array]) -> Logprobs:
-        logits, tokens = operands
-        logs = jax.nn.log_softmax(logits, axis=-1)
-        chosen = jnp.take_along_axis(logs, tokens[:, None], axis=1)[:, 0]
-        rank = 1 + (logs > chosen[:, None]).sum(axis=1, dtype=I32)
-        top, ids = top_k(logs, width)
-        return Logprobs(chosen, rank, ids, top)
+        return all_logprobs(*operands, width)
 
     def skip() -> Logprobs:
         return Logprobs(

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from jaxserve.config import EngineShape
 from jaxserve.core import ADMIT_FIELDS
-from jaxserve.device import block_pool
+from jaxserve.device import block_pool, processors
 from jaxserve.device.block_pool import BlockPool
+from jaxserve.device.processors import Tables
 from jaxserve.models.base import Model, Pages
 
 I32, F32 = jnp.int32, jnp.float32
@@ -36,6 +37,7 @@ class Slots:
       temperature, top_k, top_p, min_p: as in `SamplingParams`; temperature 0 = greedy.
       stop_from: sequence length from which a stop id may be drawn (min_tokens).
       wants_logprobs: whether log-probabilities are to be computed.
+      processed: whether its logits go through its tables first.
       stop_ids: padded with a negative id.
     """
 
@@ -50,6 +52,7 @@ class Slots:
     min_p: jax.Array  # f32[S]
     stop_from: jax.Array  # i32[S]
     wants_logprobs: jax.Array  # bool[S]
+    processed: jax.Array  # bool[S]
     stop_ids: jax.Array  # i32[S, E]
 
 
@@ -61,18 +64,23 @@ class EngineState:
     pool: BlockPool
     pages: Pages
     slots: Slots
+    tables: Tables
 
 
-def init(model: Model, shape: EngineShape) -> EngineState:
-    """An empty engine: every block free, every slot idle, the pages zero.
+def init_pages(model: Model, shape: EngineShape) -> Pages:
+    """Empty KV pages.
 
-    Zero matters: NaN in a row that nobody wrote would survive a masked softmax.
+    They are zero: NaN in a row that nobody wrote would survive a masked softmax.
     """
-    s = shape.max_slots
-    pages = {
+    return {
         name: jnp.zeros(spec.shape, spec.dtype)
         for name, spec in model.page_shapes(shape.num_blocks, shape.block_size).items()
     }
+
+
+def init(model: Model, shape: EngineShape) -> EngineState:
+    """An empty engine: every block free, every slot idle, the pages empty."""
+    s = shape.max_slots
     slots = Slots(
         length=jnp.zeros(s, I32),
         last=jnp.zeros(s, I32),
@@ -85,12 +93,18 @@ def init(model: Model, shape: EngineShape) -> EngineState:
         min_p=jnp.zeros(s, F32),
         stop_from=jnp.zeros(s, I32),
         wants_logprobs=jnp.zeros(s, bool),
+        processed=jnp.zeros(s, bool),
         stop_ids=jnp.full((s, shape.max_stop_ids), -1, I32),
     )
     pool = block_pool.init(
         shape.num_blocks, s, shape.max_blocks_per_slot, shape.num_handles
     )
-    return EngineState(pool=pool, pages=pages, slots=slots)
+    return EngineState(
+        pool=pool,
+        pages=init_pages(model, shape),
+        slots=slots,
+        tables=processors.init(model.vocab_size, shape),
+    )
 
 
 def admit(slots: Slots, rows: jax.Array) -> Slots:
@@ -116,5 +130,6 @@ def admit(slots: Slots, rows: jax.Array) -> Slots:
         min_p=put(slots.min_p, real("min_p")),
         stop_from=put(slots.stop_from, column["stop_from"]),
         wants_logprobs=put(slots.wants_logprobs, column["wants_logprobs"] > 0),
+        processed=put(slots.processed, column["processed"] > 0),
         stop_ids=put(slots.stop_ids, rows[:, len(ADMIT_FIELDS) :]),
     )

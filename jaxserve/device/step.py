@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxserve.config import EngineShape
 from jaxserve.core import StepPlan, unpack
-from jaxserve.device import block_pool, sampling
+from jaxserve.device import block_pool, processors, sampling, scoring
 from jaxserve.device.state import EngineState, Slots, admit
 from jaxserve.models.base import Batch, Model, Params
 
@@ -35,6 +35,7 @@ class Outputs(NamedTuple):
     ranks: jax.Array  # i32[N, R]
     top_ids: jax.Array  # i32[N, R, W]
     top_logprobs: jax.Array  # f32[N, R, W]
+    scores: sampling.Logprobs  # of T tokens
 
 
 def _edit(state: EngineState, plan: StepPlan) -> EngineState:
@@ -60,12 +61,12 @@ def _grow(
 
 
 def _mixed_batch(
-    state: EngineState, plan: StepPlan, live: jax.Array, samples: jax.Array, size: int
+    state: EngineState, plan: StepPlan, live: jax.Array, size: int
 ) -> Batch:
     """Decode rows first, one token each, then the prompt chunks of the other rows.
 
     Args:
-      live, samples: bool[R], rows that decode a token, and rows that draw one.
+      live: bool[R], rows that decode a token.
     """
     slots, table = state.slots, state.pool.table
     s, p = table.shape[0], state.pool.refs.shape[0]
@@ -109,9 +110,7 @@ def _mixed_batch(
         kv_lens=jnp.where(prompt, plan.chunk_end, jnp.where(live, length + 1, 0)),
         cu_q_lens=cu,
         num_decode=num_decode,
-        logit_index=jnp.maximum(cu[1:] - 1, 0),
         num_tokens=cu[-1],
-        num_logits=_leading(samples),
     )
 
 
@@ -129,18 +128,15 @@ def _decode_batch(
     rows = slot.shape[0]
     mine = jnp.where(live, slot, s)
     length = slots.length.at[mine].get(mode="fill", fill_value=0)
-    each, used = jnp.arange(rows + 1, dtype=I32), _leading(live)
     return Batch(
         tokens=slots.last.at[mine].get(mode="fill", fill_value=0),
         positions=length,
         write_block=table.at[mine, length // size].get(mode="fill", fill_value=p),
         table=table.at[mine].get(mode="fill", fill_value=p),
         kv_lens=jnp.where(live, length + 1, 0),
-        cu_q_lens=each,
+        cu_q_lens=jnp.arange(rows + 1, dtype=I32),
         num_decode=rows,
-        logit_index=each[:-1],
-        num_tokens=used,
-        num_logits=used,
+        num_tokens=_leading(live),
     )
 
 
@@ -160,6 +156,7 @@ def _row_params(slots: Slots, slot: jax.Array, position: jax.Array):
         top_p=of(slots.top_p, 1),
         min_p=of(slots.min_p, 0),
         barred=jnp.where(free[:, None], -1, of(slots.stop_ids, -1)),
+        tables=jnp.where(of(slots.processed, False), slot, len(slots.processed)),
     )
 
 
@@ -171,12 +168,15 @@ def _sample(
     length: jax.Array,
     out: Outputs,
     i: jax.Array | int,
+    shape: EngineShape,
 ) -> tuple[EngineState, Outputs]:
     """Draw row tokens, and record them and the new lengths where `ran` bool[R]."""
     slots, s = state.slots, state.pool.table.shape[0]
     mine = jnp.where(ran, slot, s)
     used = _leading(ran)
-    token = sampling.sample(logits, _row_params(slots, mine, length), used)
+    token = sampling.sample(
+        logits, state.tables, _row_params(slots, mine, length), used, shape
+    )
     wanted = slots.wants_logprobs.at[mine].get(mode="fill", fill_value=False)
     logs = sampling.logprobs(logits, token, wanted, used, width=out.top_ids.shape[-1])
     stops = slots.stop_ids.at[mine].get(mode="fill", fill_value=-1)
@@ -195,7 +195,8 @@ def _sample(
         top_ids=out.top_ids.at[i].set(logs.top_ids),
         top_logprobs=out.top_logprobs.at[i].set(logs.top),
     )
-    return dataclasses.replace(state, slots=slots), out
+    tables = processors.drawn(state.tables, mine, length, token)
+    return dataclasses.replace(state, slots=slots, tables=tables), out
 
 
 def _set_length(state: EngineState, slot: jax.Array, length: jax.Array) -> EngineState:
@@ -235,6 +236,12 @@ def step(
         ranks=jnp.zeros((n, rows), I32),
         top_ids=jnp.zeros((n, rows, width), I32),
         top_logprobs=jnp.zeros((n, rows, width), jnp.float32),
+        scores=sampling.Logprobs(
+            jnp.zeros(tokens, jnp.float32),
+            jnp.zeros(tokens, I32),
+            jnp.zeros((tokens, width), I32),
+            jnp.zeros((tokens, width), jnp.float32),
+        ),
     )
     if tokens == 0:
         return state, out
@@ -248,11 +255,16 @@ def step(
     writes = jnp.where(live | prompt, slot, s)
     max_new = min(shape.blocks(tokens) + 1, shape.max_blocks_per_slot)
     state = _grow(state, writes, length, size, max_new=max_new)
-    batch = _mixed_batch(state, plan, live, samples, size)
-    logits, pages = model.forward(params, state.pages, batch)
+    batch = _mixed_batch(state, plan, live, size)
+    hidden, pages = model.forward(params, state.pages, batch)
     state = dataclasses.replace(state, pages=pages)
     state = _set_length(state, writes, length)
-    state, out = _sample(state, logits, slot, samples, length, out, 0)
+    logits = partial(model.logits, params, hidden)
+    scores = scoring.score(logits, plan, batch.num_decode, out.scores)
+    last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
+    x = logits(last, _leading(samples))
+    out = out._replace(scores=scores)
+    state, out = _sample(state, x, slot, samples, length, out, 0, shape)
     pool = block_pool.publish(state.pool, plan.publish)
     state = dataclasses.replace(state, pool=pool)
 
@@ -271,10 +283,12 @@ def step(
         writes = jnp.where(live, slot, s)
         state = _grow(state, writes, length, size, max_new=1)
         batch = _decode_batch(state, slot, live, size)
-        logits, pages = model.forward(params, state.pages, batch)
+        hidden, pages = model.forward(params, state.pages, batch)
         state = dataclasses.replace(state, pages=pages)
         state = _set_length(state, writes, length)
-        state, out = _sample(state, logits, slot, live, length, out, i)
+        each = jnp.arange(rows, dtype=I32)
+        x = model.logits(params, hidden, each, batch.num_tokens)
+        state, out = _sample(state, x, slot, live, length, out, i, shape)
         return i + 1, state, out
 
     if n > 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +50,13 @@ def spill(state: EngineState, where: jax.Array) -> Pages:
     }
 
 
-def restore(state: EngineState, order: jax.Array, payload: Pages) -> EngineState:
+def restore(
+    state: EngineState, order: jax.Array, payload: Pages
+) -> tuple[EngineState, jax.Array]:
     """Give a slot new columns with these contents.
+
+    Returns the state, and the free blocks i32[] as an array that no later launch
+    donates: it is there when the copy is done.
 
     Args:
       state: donated by `compiled`.
@@ -77,12 +83,45 @@ def restore(state: EngineState, order: jax.Array, payload: Pages) -> EngineState
         length=state.slots.length.at[slot].set(length, mode="drop"),
         last=state.slots.last.at[slot].set(last, mode="drop"),
     )
-    return EngineState(pool=pool, pages=pages, slots=slots)
+    state = dataclasses.replace(state, pool=pool, pages=pages, slots=slots)
+    return state, pool.num_free
+
+
+def fork(state: EngineState, order: jax.Array) -> tuple[EngineState, jax.Array]:
+    """Give a slot a column of its own with what another slot's holds, or none.
+
+    Args:
+      state: donated by `compiled`.
+      order: i32[6] slot, the other one, the column, whether it is copied, the slot's KV
+        rows afterwards, and the token that it decodes next. The slot's columns before
+        that one are there.
+    """
+    slot, source, column, copied, length, last = order
+    p = state.pool.refs.shape[0]
+    block = state.pool.table.at[source[None], column].get(mode="fill", fill_value=p)
+    payload = {
+        name: pages.at[_pages(block, pages, p)].get(mode="clip")
+        for name, pages in state.pages.items()
+    }
+    where = jnp.stack([slot, column, copied, jnp.zeros_like(slot), length, last])
+    return restore(state, where, payload)
+
+
+class Programs(NamedTuple):
+    """Of one model and shape: a program of each for every bucket of blocks, and one
+    `fork`. Those that change the state donate it."""
+
+    spill: Any
+    restore: Any
+    fork: Any
 
 
 @lru_cache(maxsize=64)
-def compiled(model: Model, shape: EngineShape):
-    """The jitted (spill, restore) of an engine's model and shape: one program of each
-    for every bucket of blocks. `restore` donates the state."""
-    del model, shape  # engines of the same share their programs
-    return jax.jit(partial(spill)), jax.jit(partial(restore), donate_argnums=0)
+def compiled(model: Model, shape: EngineShape) -> Programs:
+    """The jitted functions of this module; engines of the same share them."""
+    del model, shape
+    return Programs(
+        jax.jit(partial(spill)),
+        jax.jit(partial(restore), donate_argnums=0),
+        jax.jit(partial(fork), donate_argnums=0),
+    )

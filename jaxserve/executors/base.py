@@ -42,14 +42,52 @@ class Executor(Protocol):
         ...
 
     def await_arrival(self, until_s: float) -> None:
-        """Return once `arrived` has more to tell, or `now` is until_s.
+        """Return once `arrived` has more to tell, `now` is until_s, or interrupted.
 
         A fetch, load or save must be under way, or until_s finite.
         """
         ...
 
-    def close(self) -> None:
-        """Finish what is under way, and stop; nothing may be submitted any more."""
+    def set_params(self, params: Any) -> None:
+        """Other weights for every launch submitted from now on; none is under way.
+
+        What is on disk was computed with the old ones, and is erased.
+        """
+        ...
+
+    def release_pages(self) -> None:
+        """Free the memory of all KV pages, in which no block is used."""
+        ...
+
+    def restore_pages(self) -> None:
+        """Take that memory again, before the next launch."""
+        ...
+
+    def fingerprint(self) -> bytes:
+        """What differs for other models and weights."""
+        ...
+
+    def snapshot(self) -> Any:
+        """All that it holds but the weights, as a value that can be pickled. No launch
+        is under way."""
+        ...
+
+    def restore(self, saved: Any, time_s: float) -> None:
+        """Go on from a snapshot of an executor of the same shape, at a time on its
+        clock."""
+        ...
+
+    def interrupt(self) -> None:
+        """End the wait of `await_arrival` or `sleep_until` that is under way, or else
+        the next one. The only method that any thread may call at any time.
+        """
+        ...
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Finish what is under way, and stop; nothing may be submitted any more.
+
+        Returns False if that takes longer: what is left is lost.
+        """
         ...
 
     def result(self, ticket: Ticket) -> StepOutput:
@@ -61,7 +99,7 @@ class Executor(Protocol):
         ...
 
     def sleep_until(self, t_s: float) -> None:
-        """Return once `now` is at least t_s."""
+        """Return once `now` is at least t_s, or interrupted."""
         ...
 
     @property

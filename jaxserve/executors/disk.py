@@ -11,9 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
+from jaxserve.executors.worker import Worker
 from jaxserve.kv_tiers.block_file import Damaged
 from jaxserve.kv_tiers.disk_store import DiskStore
 from jaxserve.kv_tiers.host_pool import HostPool, Payload
@@ -39,38 +40,51 @@ class Disk:
         timed: deque[Transferred],
         wake: threading.Event,
     ):
-        self._store = store
+        self.store = store
         self._host = host
         self._timed = timed
         self._wake = wake
-        self._writer = ThreadPoolExecutor(1, "jaxserve-disk-writer")
-        self._reader = ThreadPoolExecutor(1, "jaxserve-disk-reader")
+        self._writer = Worker("jaxserve-disk-writer")
+        self._reader = Worker("jaxserve-disk-reader")
         # Whether each payload under way has made it.
         self._jobs: dict[int, Future[bool]] = {}
         self._done: deque[int] = deque()
         self._looked_s = time.monotonic()
-        self._looking: Future | None = None
+        self._looking: tuple[DiskStore, Future] | None = None
 
     def expect(self, name: int) -> None:
         """A payload will be saved once it is on the host; see `save`."""
         self._jobs[name] = Future()
 
+    def renew(self, fingerprint: bytes) -> tuple[DiskStore, DiskStore]:
+        """Another store for all that is asked from now on; the old one and it."""
+        old, self.store = self.store, self.store.of(fingerprint)
+        return old, self.store
+
+    def forget(self, store: DiskStore) -> None:
+        """Erase a store that nothing more is asked of."""
+        self._writer.submit(store.clear)
+
     def save(
-        self, names: Sequence[int], blocks: Sequence[tuple[Label, Payload]]
+        self,
+        names: Sequence[int],
+        blocks: Sequence[tuple[Label, Payload]],
+        store: DiskStore,
     ) -> None:
         """Write payloads that were expected."""
         asked_s = time.perf_counter()
-        self._writer.submit(self._save, names, blocks, asked_s)
+        self._writer.submit(self._save, names, blocks, store, asked_s)
 
     def _save(
         self,
         names: Sequence[int],
         blocks: Sequence[tuple[Label, Payload]],
+        store: DiskStore,
         asked_s: float,
     ) -> None:
         start_s = time.perf_counter()
         for name, (label, payload) in zip(names, blocks, strict=True):
-            self._finish(name, self._store.save, label, payload)
+            self._finish(name, store.save, label, payload)
         self._clock("save", names, asked_s, start_s)
 
     def load(self, orders: Sequence[Load]) -> None:
@@ -78,16 +92,16 @@ class Disk:
         asked_s = time.perf_counter()
         for order in orders:
             self._jobs[order.name] = Future()
-        self._reader.submit(self._load, orders, asked_s)
+        self._reader.submit(self._load, orders, self.store, asked_s)
 
-    def _load(self, orders: Sequence[Load], asked_s: float) -> None:
+    def _load(self, orders: Sequence[Load], store: DiskStore, asked_s: float) -> None:
         start_s = time.perf_counter()
         for name, label in orders:
-            self._finish(name, self._read, name, label)
+            self._finish(name, self._read, name, label, store)
         self._clock("load", [order.name for order in orders], asked_s, start_s)
 
-    def _read(self, name: int, label: Label) -> None:
-        self._host.add(name, self._store.load(label))
+    def _read(self, name: int, label: Label, store: DiskStore) -> None:
+        self._host.add(name, store.load(label))
 
     def _finish(self, name: int, work: Callable[..., None], *args: Any) -> None:
         job, error = self._jobs[name], None
@@ -110,10 +124,10 @@ class Disk:
         waited_s = start_s - asked_s
         self._timed.append(Transferred(way, tuple(names), seconds, waited_s))
 
-    def erase(self, labels: Sequence[Label]) -> None:
+    def erase(self, labels: Sequence[Label], store: DiskStore) -> None:
         """Remove files, after all that was to be written before."""
         for label in labels:
-            self._writer.submit(self._store.erase, label)
+            self._writer.submit(store.erase, label)
 
     def done(self) -> list[tuple[int, bool]]:
         """Payloads saved and loaded since the last call, and whether they made it."""
@@ -127,20 +141,35 @@ class Disk:
         self._done.remove(name)
         return made_it
 
+    def outcomes(self) -> list[tuple[int, bool]]:
+        """What `done` has to tell, once nothing is under way."""
+        for thread in (self._writer, self._reader):
+            thread.submit(lambda: None).result()
+        return [(name, self._jobs[name].result()) for name in self._done]
+
+    def tell(self, outcomes: Sequence[tuple[int, bool]]) -> None:
+        """Have `done` tell this, and nothing else."""
+        self._done.clear()
+        self._jobs.clear()
+        for name, made_it in outcomes:
+            self._jobs[name] = Future()
+            self._jobs[name].set_result(made_it)
+            self._done.append(name)
+        self._wake.set()
+
     def changes(self) -> tuple[Sequence[Label], Sequence[bytes]]:
         """What other engines have written and removed, as far as it was looked at."""
-        if self._looking is not None and self._looking.done():
-            found, gone = self._looking.result()
-            self._looking = None
-            return found, gone
+        if self._looking is not None and self._looking[1].done():
+            (store, looking), self._looking = self._looking, None
+            return looking.result() if store is self.store else ((), ())
         now_s = time.monotonic()
         if self._looking is None and now_s - self._looked_s > _LOOK_S:
             self._looked_s = now_s
-            self._looking = self._reader.submit(self._store.changes)
+            self._looking = self.store, self._reader.submit(self.store.changes)
         return (), ()
 
-    def close(self) -> None:
-        """Finish what was asked for, and stop."""
-        self._writer.shutdown(wait=True)
-        self._reader.shutdown(wait=True)
-        self._store.close()
+    def close(self, timeout_s: float) -> bool:
+        """Finish what was asked for, and stop; False if that takes longer."""
+        self._writer.submit(self.store.close)
+        read, written = self._reader.close(timeout_s), self._writer.close(timeout_s)
+        return read and written

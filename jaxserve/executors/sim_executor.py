@@ -88,8 +88,37 @@ class SimExecutor:
         """Let logical time pass until the next order is done, or to until_s."""
         self._clock.await_arrival(until_s)
 
-    def close(self) -> None:
+    def set_params(self, params: object) -> None:
+        """Outputs are known, whatever the weights."""
+
+    def release_pages(self) -> None:
+        """There is no memory to free."""
+
+    def restore_pages(self) -> None:
+        """There is none to take."""
+
+    def fingerprint(self) -> bytes:
+        """There are no weights."""
+        return b""
+
+    def snapshot(self) -> tuple[LogicalClock, dict[int, int]]:
+        """Its clock, and how much of each output has been told."""
+        return self._clock, self._sampled
+
+    def restore(
+        self, saved: tuple[LogicalClock, dict[int, int]], time_s: float
+    ) -> None:
+        """Go on from there."""
+        del time_s  # the clock's own
+        self._clock, self._sampled = saved
+
+    def interrupt(self) -> None:
+        """Nobody waits in logical time."""
+
+    def close(self, timeout_s: float = 10.0) -> bool:
         """Nothing is to be stopped."""
+        del timeout_s
+        return True
 
     def timed(self) -> list[Transferred]:
         """Transfers that have ended since the last call."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jaxserve.device.state import EngineState
 from jaxserve.device.step import num_compiled
 from jaxserve.device.transfer import compiled
 from jaxserve.executors.disk import Disk
+from jaxserve.executors.worker import Worker
 from jaxserve.kv_tiers.disk_store import DiskStore
 from jaxserve.kv_tiers.host_pool import HostPool
 from jaxserve.models.base import Model
@@ -43,11 +44,11 @@ class Transfers:
     ):
         self._shape = shape
         self._sizes = shape.transfer_buckets
-        self._spill, self._restore = compiled(model, shape)
+        self._run = compiled(model, shape)
         self._programs_before = self._programs
         self._pages = model.page_shapes(shape.num_blocks, shape.block_size)
         self._host = HostPool()
-        self._copier: ThreadPoolExecutor | None = None
+        self._copier: Worker | None = None
         # Blocks of each fetch on their way to the device or there, in the pieces that
         # one program takes.
         self._staged: dict[int, Future[list[Blocks]]] = {}
@@ -55,12 +56,16 @@ class Transfers:
         self._fetched: deque[int] = deque()  # not told yet
         self._timed: deque[Transferred] = deque()
         self._wake = threading.Event()
+        # A CPU copies on the cores that compute. How long the thread waits for one says
+        # nothing of the copy, and is many times what a small one takes.
+        self._on_cpu = jax.default_backend() == "cpu"
+        self._clock = time.thread_time if self._on_cpu else time.perf_counter
         self._last: Future | None = None  # raises what went wrong in the thread
         self._disk = Disk(store, self._host, self._timed, self._wake) if store else None
 
     @property
     def _programs(self) -> int:
-        return num_compiled(self._spill) + num_compiled(self._restore)
+        return sum(map(num_compiled, self._run))
 
     @property
     def compiles(self) -> int:
@@ -76,7 +81,7 @@ class Transfers:
     def _do(self, work: Any, *args: Any) -> Future:
         """Have the copying thread do something after all that it was given before."""
         if self._copier is None:
-            self._copier = ThreadPoolExecutor(1, "jaxserve-transfers")
+            self._copier = Worker("jaxserve-transfers")
         if self._last is not None and self._last.done():
             self._last.result()  # raises what went wrong there
         self._last = self._copier.submit(work, *args)
@@ -89,34 +94,45 @@ class Transfers:
 
     # Out ------------------------------------------------------------------------------
 
-    def leave(self, state: EngineState, moves: Moves) -> None:
-        """Start to copy what a launch spills; it is dispatched afterwards."""
+    def leave(self, state: EngineState, moves: Moves, before: jax.Array) -> None:
+        """Start to copy what a launch spills; it is dispatched afterwards.
+
+        Args:
+          before: is there when the launches before have run, and not donated.
+        """
         shape = self._shape
         for spills in self._parts(moves.spill):
             size = bucket(len(spills), self._sizes)
             padding = (shape.max_slots, shape.max_blocks_per_slot, shape.num_handles)
             where = np.array([padding] * size, np.int32)
             where[: len(spills)] = [spill[1:] for spill in spills]
-            # Ready when the launches before are, and not donated.
-            before = state.pool.num_free + 0
-            blocks = self._spill(state, where)
+            blocks = self._run.spill(state, where)
             for array in blocks.values():
                 array.copy_to_host_async()
             self._do(self._keep, [spill.name for spill in spills], before, blocks)
 
     def _keep(self, names: list[int], before: jax.Array, blocks: Blocks) -> None:
         jax.block_until_ready(before)
-        start_s = time.perf_counter()
+        start_s = self._clock()
         self._host.put(names, jax.device_get(blocks))
-        seconds = time.perf_counter() - start_s
+        seconds = self._clock() - start_s
         self._timed.append(Transferred("out", tuple(names), seconds, 0.0))
 
     # Back -----------------------------------------------------------------------------
 
-    def settle(self, state: EngineState, moves: Moves) -> EngineState:
-        """What follows a launch: restores, fetches, disk, drops. Donates the state."""
+    def settle(
+        self, state: EngineState, moves: Moves, before: jax.Array
+    ) -> tuple[EngineState, jax.Array]:
+        """What follows a launch: restores, fetches, disk, drops. Donates the state.
+
+        Args:
+          before: is there when the launch has run, and not donated.
+
+        Returns:
+          The state, and what is there when the restores have run too.
+        """
         for order in moves.restore:
-            state = self._give_back(state, order)
+            state, before = self._give_back(state, order, before)
         for fetch in moves.fetch:
             self._staged[fetch.number] = self._do(self._stage, fetch)
         for number in moves.cancel:
@@ -126,7 +142,7 @@ class Transfers:
             self._to_disk(moves)
         if moves.drop:
             self._do(self._host.drop, moves.drop)
-        return state
+        return state, before
 
     def _to_disk(self, moves: Moves) -> None:
         if self._disk is None:
@@ -137,62 +153,78 @@ class Transfers:
         if moves.save:
             for save in moves.save:
                 self._disk.expect(save.name)
-            self._do(self._hand_over, moves.save)
+            # Of the weights that they were computed with, whenever they are written.
+            self._do(self._hand_over, moves.save, self._disk.store)
         if moves.load:
             self._disk.load(moves.load)
         if moves.erase:
-            self._do(self._disk.erase, moves.erase)
+            self._do(self._disk.erase, moves.erase, self._disk.store)
 
-    def _hand_over(self, saves: Sequence[Save]) -> None:
+    def _hand_over(self, saves: Sequence[Save], store: DiskStore) -> None:
         """Have payloads written, now that they are on the host."""
         assert self._disk is not None
         blocks = [(save.label, self._host.one(save.name)) for save in saves]
-        self._disk.save([save.name for save in saves], blocks)
+        self._disk.save([save.name for save in saves], blocks, store)
+
+    def renew_store(self, fingerprint: bytes) -> DiskStore:
+        """Write and read blocks of other weights from now on; those of the old ones
+        are erased once all that was asked for is done."""
+        assert self._disk is not None
+        old, new = self._disk.renew(fingerprint)
+        self._do(self._disk.forget, old)
+        return new
 
     def _stage(self, fetch: Fetch) -> list[Blocks]:
         """Copy payloads to the device."""
-        start_s = time.perf_counter()
+        start_s = self._clock()
         pieces = []
         for names in self._parts(fetch.names):
             size = bucket(len(names), self._sizes)
             pieces.append(jax.device_put(dict(self._host.get(names, size))))
         jax.block_until_ready(pieces)
-        self._stage_s[fetch.number] = time.perf_counter() - start_s
+        self._stage_s[fetch.number] = self._clock() - start_s
         self._fetched.append(fetch.number)
         self._wake.set()
         return pieces
 
-    def _give_back(self, state: EngineState, order: Restore) -> EngineState:
-        has = order.first
-        if not order.fetches:  # every column is there: for its length
-            what = (order.slot, has, 0, 0, order.length, order.last)
-            blocks = self._nothing(self._sizes[0])
-            return self._restore(state, np.array(what, np.int32), blocks)
+    def _give_back(
+        self, state: EngineState, order: Restore, before: jax.Array
+    ) -> tuple[EngineState, jax.Array]:
+        if not order.fetches:  # a copy, or nothing but its length
+            copied = order.source is not None
+            source = order.source if copied else self._shape.max_slots
+            what = (order.slot, source, order.first, copied, order.length, order.last)
+            return self._run.fork(state, np.array(what, np.int32))
         for fetch in order.fetches:
-            state = self._give_back_part(state, order, fetch)
-        return state
+            state, before = self._give_back_part(state, order, fetch, before)
+        return state, before
 
     def _give_back_part(
-        self, state: EngineState, order: Restore, fetch: Fetch
-    ) -> EngineState:
-        before = state.pool.num_free + 0
+        self, state: EngineState, order: Restore, fetch: Fetch, before: jax.Array
+    ) -> tuple[EngineState, jax.Array]:
         pieces = self._staged.pop(fetch.number).result()
-        has, start = order.first, fetch.first
+        has, start, after = order.first, fetch.first, before
         for names, blocks in zip(self._parts(fetch.names), pieces, strict=True):
             skip = min(max(has - start, 0), len(names))
             if skip < len(names):
                 what = (order.slot, start, len(names), skip, order.length, order.last)
-                state = self._restore(state, np.array(what, np.int32), blocks)
+                what = np.array(what, np.int32)
+                state, after = self._run.restore(state, what, blocks)
             start += len(names)
-        after = state.pool.num_free + 0
         self._do(self._time_restore, fetch, before, after)
-        return state
+        return state, after
 
     def _time_restore(self, fetch: Fetch, before: jax.Array, after: jax.Array) -> None:
-        jax.block_until_ready(before)
-        start_s = time.perf_counter()
-        jax.block_until_ready(after)
-        seconds = self._stage_s.pop(fetch.number) + time.perf_counter() - start_s
+        seconds = self._stage_s.pop(fetch.number)
+        if self._on_cpu:
+            # The blocks are copied once more, into the pages. When that ends shows only
+            # once this thread gets a core and the interpreter, milliseconds later.
+            seconds *= 2
+        else:
+            jax.block_until_ready(before)
+            start_s = time.perf_counter()
+            jax.block_until_ready(after)
+            seconds += time.perf_counter() - start_s
         self._timed.append(Transferred("in", fetch.names, seconds, 0.0, fetch.number))
 
     def _nothing(self, size: int) -> Blocks:
@@ -244,25 +276,67 @@ class Transfers:
         # A timeout beyond what a lock takes is as good as none.
         self._wake.wait(min(max(most_s, 0.0), 3600.0))
 
-    def close(self) -> None:
-        """Finish what is under way, and stop the threads."""
-        if self._copier is not None:
-            self._copier.shutdown(wait=True)
-            self._copier = None
-        if self._disk is not None:
-            self._disk.close()
-            self._disk = None
+    def snapshot(self) -> Mapping[str, Any]:
+        """Payloads, what is staged, and what is not told yet, all copies being done."""
+        self._do(lambda: None).result()
+        disk = self._disk.outcomes() if self._disk else []
+        staged = {n: jax.device_get(job.result()) for n, job in self._staged.items()}
+        return {
+            "payloads": self._host.all(),
+            "staged": staged,
+            "stage_s": dict(self._stage_s),
+            "fetched": list(self._fetched),
+            "timed": list(self._timed),
+            "disk": disk,
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._do(lambda: None).result()
+        if self._disk:
+            self._disk.outcomes()  # what is under way is not the snapshot's
+        self._host.replace(saved["payloads"])
+        self._staged = {}
+        for number, pieces in saved["staged"].items():
+            job = self._staged[number] = Future()
+            job.set_result(jax.device_put(pieces))
+        self._stage_s = dict(saved["stage_s"])
+        self._fetched = deque(saved["fetched"])
+        self._timed.clear()
+        self._timed.extend(saved["timed"])
+        if self._disk:
+            self._disk.tell(saved["disk"])
+
+    def wake(self) -> None:
+        """End the wait of `await_arrival`, from any thread."""
+        self._wake.set()
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish what is under way, and stop the threads; False if that takes longer,
+        and they are left behind."""
+        copier, disk = self._copier, self._disk
+        self._copier = self._disk = None
+        done = copier is None or copier.close(timeout_s)
+        return (disk is None or disk.close(timeout_s)) and done
 
     def timed(self) -> list[Transferred]:
         """Copies that have ended since the last call."""
         return [self._timed.popleft() for _ in range(len(self._timed))]
 
-    def warm_up(self, state: EngineState) -> EngineState:
-        """Compile every program by moving nothing."""
+    def warm_up(self, state: EngineState, *, tiers: bool) -> EngineState:
+        """Compile every program by moving nothing.
+
+        Args:
+          tiers: also what copies blocks to the host and back.
+        """
         shape = self._shape
+        nothing = np.array((shape.max_slots, shape.max_slots, 0, 0, 0, 0), np.int32)
+        state, _ = self._run.fork(state, nothing)
+        if not tiers:
+            return state
         nowhere = (shape.max_slots, shape.max_blocks_per_slot, shape.num_handles)
         for size in self._sizes:
-            self._spill(state, np.array([nowhere] * size, np.int32))
+            self._run.spill(state, np.array([nowhere] * size, np.int32))
             order = np.array((shape.max_slots, 0, 0, 0, 0, 0), np.int32)
-            state = self._restore(state, order, self._nothing(size))
+            state, _ = self._run.restore(state, order, self._nothing(size))
         return state

@@ -48,6 +48,7 @@ class DiskStore:
     """
 
     def __init__(self, directory: str | Path, form: Layout, fingerprint: bytes):
+        self._directory = directory
         self._form = form
         self._fingerprint = fingerprint
         self._folder = Path(directory) / fingerprint.hex()
@@ -80,6 +81,18 @@ class DiskStore:
     def _remove_of(self, engine: str) -> None:
         for path in self._folder.glob(f"{engine}.*"):
             path.unlink(missing_ok=True)
+
+    def of(self, fingerprint: bytes) -> DiskStore:
+        """The blocks of other weights of this model in the same directory."""
+        return DiskStore(self._directory, self._form, fingerprint)
+
+    def clear(self) -> None:
+        """Remove every block, and close."""
+        for label in self.scan():
+            self.erase(label)
+        self.close()
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()  # unless others use it
 
     def close(self) -> None:
         """Remove what only this engine could read."""

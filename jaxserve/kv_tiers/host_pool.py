@@ -49,6 +49,14 @@ class HostPool:
                 out[group][:, i] = rows
         return out
 
+    def all(self) -> dict[int, Payload]:
+        """Every block by name."""
+        return dict(self._payloads)
+
+    def replace(self, payloads: Mapping[int, Payload]) -> None:
+        """Hold these and nothing else."""
+        self._payloads = dict(payloads)
+
     def drop(self, names: Iterable[int]) -> None:
         """Forget payloads."""
         for name in names:

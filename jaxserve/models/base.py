@@ -43,9 +43,7 @@ class Batch(NamedTuple):
     # i32[] rows that hold exactly one token, idle ones included; an int where no launch
     # of this shape can hold a chunk, so that the code for chunks is left out
     num_decode: jax.Array | int
-    logit_index: jax.Array  # i32[R] token whose next-token logits row r wants
     num_tokens: jax.Array  # i32[] leading tokens of rows that are not idle
-    num_logits: jax.Array  # i32[] leading rows whose logits are read
 
 
 class Model(Protocol):
@@ -67,10 +65,20 @@ class Model(Protocol):
         """Shape and dtype of each cache group's pages for P blocks of B tokens."""
         ...
 
-    def forward(
-        self, params: Params, pages: Pages, batch: Batch
-    ) -> tuple[jax.Array, Pages]:
-        """Write the batch's KV rows, attend, and return (f32[R, V] logits, pages)."""
+    def forward(self, params: Params, pages: Pages, batch: Batch) -> tuple[Any, Pages]:
+        """Write the batch's KV rows, attend, and return (hidden states, pages).
+
+        The hidden states are a pytree for `logits` alone, which asks for few of them.
+        """
+        ...
+
+    def logits(
+        self, params: Params, hidden: Any, index: jax.Array, used: jax.Array
+    ) -> jax.Array:
+        """f32[K, V], of the token after each of the batch's tokens i32[K].
+
+        Only the first `used` i32[] are read; the others need not be computed.
+        """
         ...
 
 

@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
@@ -24,14 +27,16 @@ def render(
       template: Jinja source, trusted with nothing but its variables.
       messages: each a mapping with a "role" and a "content", both strings; other keys
         go to the template as they are.
-      **variables: what else the template may read, such as `bos_token`.
+      **variables: what else the template may read, such as `bos_token`. `tools` and
+        `documents` are None unless given: templates ask whether they are.
 
     Raises ValueError naming the message and field that are wrong, or with the words of
     the template if it refuses the conversation.
     """
     check_messages(messages)
     try:
-        return _compiled(template).render(messages=list(messages), **variables)
+        known = {"tools": None, "documents": None, **variables}
+        return _compiled(template).render(messages=list(messages), **known)
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
 
@@ -61,10 +66,23 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
             raise ValueError(f"{where}['role'] is empty; use 'user' or 'assistant'")
 
 
+class _Generation(Extension):
+    """`{% generation %}` marks what a training run would learn; here it is its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _Generation],
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception

@@ -9,7 +9,7 @@ All state is immutable values, so `copy.copy` forks a detokenizer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 _BROKEN = "\ufffd"
 _LATE = 3
@@ -22,6 +22,28 @@ class Decodes(Protocol):
     def decode(self, ids: Sequence[int], /) -> str:
         """The text of `ids`."""
         ...
+
+
+class WithSpecialTokens:
+    """Decodes special tokens as text too; for `skip_special_tokens=False`.
+
+    Raises:
+      ValueError: the tokenizer cannot.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        try:
+            self.decode([])
+        except TypeError:
+            raise ValueError(
+                "skip_special_tokens=False needs a tokenizer whose decode takes "
+                "skip_special_tokens; give the engine such a one, or leave it True"
+            ) from None
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """The text of `ids`."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class StopMatch(NamedTuple):
@@ -40,10 +62,17 @@ class Detokenizer:
     An output that ends in half a character ends in exactly one U+FFFD.
     """
 
-    def __init__(self, tokenizer: Decodes, stop: Sequence[str] = ()) -> None:
-        """Begin an output that ends before any of the `stop` strings (none empty)."""
+    def __init__(
+        self,
+        tokenizer: Decodes,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+    ) -> None:
+        """Begin an output that ends before any of the `stop` strings (none empty), or
+        with it if `include_stop`."""
         self._tokenizer = tokenizer
-        self._stops = StopChecker(stop)
+        self._stops = StopChecker(stop, include_stop=include_stop)
         self._num_tokens = 0
         # What is decoded at each step: `anchor` tokens of context, shown long ago, then
         # the tokens since the last character boundary. `skip` characters were shown.
@@ -117,11 +146,12 @@ class Detokenizer:
 class StopChecker:
     """Finds stop strings in text that comes in pieces, holding back what may be one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         """Watch for `stops`; none may be empty."""
         if isinstance(stops, str) or not all(stops):
             raise ValueError(f"stop={stops!r} must be several non-empty strings")
         self._stops = tuple(stops)
+        self._include_stop = include_stop
         self.held = ""  # the end of the text so far, a proper prefix of a stop string
 
     def feed(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
@@ -129,7 +159,7 @@ class StopChecker:
 
         Of several matches the one that is complete first wins, then the longest: what
         the same text would give one character at a time. The text before it is
-        returned; the match and all that follows are cut off.
+        returned, with the match if it is to be included; what follows is cut off.
         """
         known = len(self.held)
         buffer = self.held + text
@@ -140,9 +170,9 @@ class StopChecker:
                 if at >= 0:
                     found.append((at + len(stop), at, stop))
         if found:
-            _, at, stop = min(found)
+            end, at, stop = min(found)
             self.held = ""
-            return buffer[:at], stop
+            return buffer[: end if self._include_stop else at], stop
         keep = max(
             (
                 size

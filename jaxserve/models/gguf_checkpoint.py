@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 
 from jaxserve.models import rope
-from jaxserve.models.decoder import DecoderConfig
+from jaxserve.models.decoder_config import AttentionKind, DecoderConfig
 
 ARCHITECTURES = ("llama",)
 
@@ -87,7 +87,8 @@ class GGUFFile:
         if architecture not in ARCHITECTURES:
             raise ValueError(
                 f"general.architecture={architecture!r} in {path.name} is not "
-                f"supported; known: {', '.join(ARCHITECTURES)}"
+                f"supported; known: {', '.join(ARCHITECTURES)}; for another family "
+                "give its Hugging Face directory"
             )
         if self.get("split.count", 1) > 1:
             raise ValueError(
@@ -126,14 +127,14 @@ class GGUFFile:
             num_kv_heads=self.get(self._prefix + "attention.head_count_kv", heads),
             head_dim=head_dim,
             norm_epsilon=self._need("attention.layer_norm_rms_epsilon"),
-            rope_frequencies=self._rope_frequencies(head_dim),
+            attention=(AttentionKind(self._rope(head_dim)),),
             tied="lm_head.weight" not in self._tensors,
             context_length=self._need("context_length"),
             eos_ids=(),  # the file's tokenizer knows them
             dtype=dtype,
         )
 
-    def _rope_frequencies(self, head_dim: int) -> tuple[float, ...]:
+    def _rope(self, head_dim: int) -> rope.Rope:
         scaling = self.get(self._prefix + "rope.scaling.type", "none")
         if scaling != "none":
             raise ValueError(
@@ -141,11 +142,12 @@ class GGUFFile:
                 f"known: 'none', and Llama 3's factors in the tensor {ROPE_FACTORS}"
             )
         theta = self.get(self._prefix + "rope.freq_base", 10000.0)
-        frequencies = rope.inverse_frequencies(head_dim, {"rope_theta": theta})
+        plain = rope.read_rope(head_dim, {"rope_theta": theta})
         if self._rope_factors is None:
-            return frequencies
+            return plain
         factors = np.asarray(self._rope_factors.data, np.float32)
-        return tuple((np.asarray(frequencies, np.float32) / factors).tolist())
+        frequencies = np.asarray(plain.frequencies, np.float32) / factors
+        return rope.Rope(tuple(frequencies.tolist()))
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) in the original order, dequantised to float32."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,17 @@ from jaxserve.models.base import Batch, Pages, Params
 
 VOCAB = 97
 BASE, MODULUS = 31, 1_000_003
+I32 = jnp.int32
 MAX_CONTEXT = 4096  # so that a sum of residues stays under 2**32
 
 
 def next_token(context: Sequence[int]) -> int:
-    """The model by its definition, for any context; the tests' oracle."""
+    """The model by its definition, for any context; the tests' oracle.
+
+    Args:
+      context: token ids, each plus the mark of the weights that its row was written
+        with; marks are under 4096.
+    """
     h = 0
     for token in context:
         h = (BASE * h + token + 1) % MODULUS
@@ -52,40 +59,61 @@ class HashModel:
     def vocab_size(self) -> int:
         return VOCAB
 
-    def init_params(self) -> Params:
-        """An empty-handed pytree: one array, added to every logit."""
-        return {"bias": jnp.zeros(VOCAB, jnp.float32)}
+    def init_params(self, mark: int = 0) -> Params:
+        """The weights: what is added to every logit, and the mark on every KV row.
+
+        A row written with other weights bears another mark, and changes what follows.
+        """
+        return {"bias": jnp.zeros(VOCAB, jnp.float32), "mark": jnp.array(mark, I32)}
 
     def page_shapes(
         self, num_blocks: int, block_size: int
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """One group: i32[P, B] token ids."""
-        return {"ids": jax.ShapeDtypeStruct((num_blocks, block_size), jnp.int32)}
+        """One group: i32[P, B] token ids, marked."""
+        return {"ids": jax.ShapeDtypeStruct((num_blocks, block_size), I32)}
 
     def forward(
         self, params: Params, pages: Pages, batch: Batch
-    ) -> tuple[jax.Array, Pages]:
+    ) -> tuple[_Hidden, Pages]:
         ids = pages["ids"]
         size = ids.shape[1]
-        ids = ids.at[batch.write_block, batch.positions % size].set(
-            batch.tokens, mode="drop"
-        )
-        rows, columns = batch.table.shape
+        marked = batch.tokens + params["mark"]
+        ids = ids.at[batch.write_block, batch.positions % size].set(marked, mode="drop")
+        hidden = _Hidden(ids, batch.table, batch.cu_q_lens, batch.positions)
+        return hidden, {"ids": ids}
+
+    def logits(
+        self, params: Params, hidden: _Hidden, index: jax.Array, used: jax.Array
+    ) -> jax.Array:
+        del used
+        ids, table, starts, positions = hidden
+        rows, columns, size = len(index), table.shape[1], ids.shape[1]
         limit = columns * size
         if limit > MAX_CONTEXT:
             raise ValueError(
                 f"a context of {limit} tokens must not exceed {MAX_CONTEXT}, or the "
                 "hash overflows; lower max_model_len"
             )
-        context = ids.at[batch.table].get(mode="fill", fill_value=0)  # [R, M, B]
+        row = (starts[None, 1:] <= index[:, None]).sum(axis=1, dtype=jnp.int32)
+        blocks = table.at[row].get(mode="clip")  # [K, M]
+        context = ids.at[blocks].get(mode="fill", fill_value=0)  # [K, M, B]
         context = context.reshape(rows, limit).astype(jnp.uint32)
-        position = jnp.arange(limit, dtype=jnp.int32)[None, :]
-        ahead = batch.kv_lens[:, None] - 1 - position  # tokens that follow this one
+        position = jnp.arange(limit, dtype=I32)[None, :]
+        ahead = positions[index][:, None] - position  # tokens that follow this one
         power = jnp.asarray(_powers(limit)).at[ahead].get(mode="fill", fill_value=0)
         power = jnp.where(ahead >= 0, power, jnp.uint32(0))
         residue = (context + jnp.uint32(1)) * power % jnp.uint32(MODULUS)
         h = residue.sum(axis=1, dtype=jnp.uint32) % jnp.uint32(MODULUS)
-        token = (h % jnp.uint32(VOCAB)).astype(jnp.int32)
-        away = (jnp.arange(VOCAB, dtype=jnp.int32)[None, :] - token[:, None]) % VOCAB
+        token = (h % jnp.uint32(VOCAB)).astype(I32)
+        away = (jnp.arange(VOCAB, dtype=I32)[None, :] - token[:, None]) % VOCAB
         logits = away.astype(jnp.float32) * jnp.float32(-0.25)
-        return logits + params["bias"][None, :], {"ids": ids}
+        return logits + params["bias"][None, :]
+
+
+class _Hidden(NamedTuple):
+    """What the logits of any token are read from."""
+
+    ids: jax.Array  # i32[P, B]
+    table: jax.Array  # i32[R, M]
+    starts: jax.Array  # i32[R + 1] of each row's tokens
+    positions: jax.Array  # i32[T]

@@ -14,70 +14,25 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxserve.models import rope
-from jaxserve.models.decoder import DecoderConfig
-
-ARCHITECTURES = ("LlamaForCausalLM",)
-
-_ONLY = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "quantization_config": None,
-}
-"""Fields of config.json that change the arithmetic, and the one value known here."""
+from jaxserve.models.families import Described, describe
 
 # Buffers that old exporters wrote beside the parameters; recomputed, never read.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|masked_bias$|attn\.bias$")
 
 
-def read_config(directory: Path, dtype: str) -> DecoderConfig:
-    """The decoder that config.json describes; EOS ids joined with the generation's.
+def read_config(
+    directory: Path, dtype: str, max_model_len: int | None = None
+) -> Described:
+    """What config.json describes; EOS ids joined with the generation's.
 
     Raises ValueError naming the field that this package has no code for.
     """
     top = _read_json(directory / "config.json")
-    text = {**top, **top.get("text_config", {})}
-    architectures = top.get("architectures") or [None]
-    if architectures[0] not in ARCHITECTURES:
-        raise ValueError(
-            f"architectures={architectures!r} is not supported; "
-            f"known: {', '.join(ARCHITECTURES)}"
-        )
-    for field, wanted in _ONLY.items():
-        if text.get(field, wanted) != wanted:
-            raise ValueError(
-                f"{field}={text[field]!r} in config.json is not supported; "
-                f"only {wanted!r} is"
-            )
-    heads = text["num_attention_heads"]
-    head_dim = text.get("head_dim") or text["hidden_size"] // heads
+    own = {"architectures": top.get("architectures")}
+    text = {**top, **top.get("text_config", {}), **own}
     generation = _read_json(directory / "generation_config.json", missing_ok=True)
     eos = {*_ids(text.get("eos_token_id")), *_ids(generation.get("eos_token_id"))}
-    return DecoderConfig(
-        vocab_size=text["vocab_size"],
-        hidden_size=text["hidden_size"],
-        intermediate_size=text["intermediate_size"],
-        num_layers=text["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=text.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
-        norm_epsilon=text["rms_norm_eps"],
-        rope_frequencies=rope.inverse_frequencies(head_dim, _rope_parameters(text)),
-        tied=bool(text.get("tie_word_embeddings", False)),
-        context_length=text["max_position_embeddings"],
-        eos_ids=tuple(sorted(eos)),
-        dtype=dtype,
-    )
-
-
-def _rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Both spellings: `rope_parameters` of transformers 5, and before it `rope_theta`
-    beside `rope_scaling`, whose kind was once called "type"."""
-    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type")
-    theta = scaling.get("rope_theta") or text.get("rope_theta") or 10000.0
-    return {**scaling, "rope_type": kind, "rope_theta": theta}
+    return describe(text, eos_ids=eos, dtype=dtype, longest=max_model_len)
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

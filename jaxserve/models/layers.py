@@ -6,6 +6,8 @@ in the weight's dtype and accumulates in float32. Never sees a cache or a config
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
@@ -38,16 +40,22 @@ def add_linear(
 
 
 def gated_linear(
-    x: jax.Array, weight: Weight, layer: jax.Array, rows: jax.Array
+    x: jax.Array,
+    weight: Weight,
+    layer: jax.Array,
+    rows: jax.Array,
+    activation: Literal["silu", "gelu_tanh"] = "silu",
 ) -> jax.Array:
-    """The first half of SwiGLU (Shazeer 2020): [T, d] -> [T, F].
+    """The first half of SwiGLU or GeGLU (Shazeer 2020): [T, d] -> [T, F].
 
     `weight` is [L, d, 2F], gate first.
     """
     if isinstance(weight, Packed):
-        return packed.gated_linear(x, weight, layer, rows)
+        return packed.gated_linear(x, weight, layer, rows, activation)
     gate, up = jnp.split(linear(x, weight, layer, rows), 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    if activation == "silu":
+        return jax.nn.silu(gate) * up
+    return jax.nn.gelu(gate, approximate=True) * up
 
 
 def embed(tokens: jax.Array, embedding: Weight) -> jax.Array:
@@ -97,5 +105,23 @@ def rms_norm(
     """
     if isinstance(weight, Packed):
         return packed.rms_norm(x, scales, layer, epsilon, weight, rows)
+    return _rms_norm(x, scales[layer], epsilon)
+
+
+def normalize(
+    x: jax.Array,
+    scales: jax.Array,
+    layer: jax.Array,
+    epsilon: float,
+    weight: Weight,
+    rows: jax.Array,
+) -> jax.Array:
+    """The same to f32[T, K], of what the linear layer `weight` gave or of its heads."""
+    if isinstance(weight, Packed) and not x.shape[1] % packed.NORM_STEP:
+        return packed.normalize(x, scales, layer, epsilon, jnp.float32, rows)
+    return _rms_norm(x, scales[layer], epsilon)
+
+
+def _rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(mean_square + jnp.float32(epsilon)) * scales[layer][None]
+    return x * jax.lax.rsqrt(mean_square + jnp.float32(epsilon)) * scale[None]

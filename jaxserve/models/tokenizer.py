@@ -94,13 +94,23 @@ class Tokenizer:
         """Ids known here, added tokens included; a model may pad its V beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja source of the chat template, if there is one."""
+        return self._template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens in it are recognised.
 
         BOS is put in front if the checkpoint wants one and the text does not begin with
         it already, as a rendered conversation may: never two.
+
+        Args:
+          add_special_tokens: False adds none, as for a part of a text.
         """
-        ids = self._backend.encode(text).ids
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if not add_special_tokens:
+            return ids
         return ids[1:] if self._adds_bos and ids[1:2] == [self.bos_id] else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxserve.config import EngineShape
 from jaxserve.core import ADMIT_FIELDS, Request, StepPlan, empty_plan, random_seed
 from jaxserve.moves import Fetch, Label, Load, Moves, Restore, Save, Spill
+from jaxserve.processors import Setup
 
 
 class PlanBuilder:
@@ -26,8 +27,9 @@ class PlanBuilder:
         self.publish: list[tuple[int, int, int]] = []
         self.admit: list[tuple[int, Request]] = []
         self.decode_rows: list[tuple[int, int]] = []  # slot, steps allowed
-        self.chunk_rows: list[tuple[int, int, int, list[int]]] = []
-        # slot, steps allowed, first position, token ids
+        self.chunk_rows: list[tuple[int, int, int, list[int], int]] = []
+        # slot, steps allowed, first position, token ids, `StepPlan.follow`
+        self.setup: list[Setup] = []
         self.spill: list[Spill] = []
         self.restore: list[Restore] = []
         self.fetch: list[Fetch] = []
@@ -63,6 +65,7 @@ class PlanBuilder:
     def moves(self) -> Moves:
         """What crosses between device, host and disk around this launch."""
         return Moves(
+            setup=tuple(self.setup),
             spill=tuple(self.spill),
             restore=tuple(self.restore),
             fetch=tuple(self.fetch),
@@ -87,26 +90,41 @@ class PlanBuilder:
         spill = Spill(name, shape.max_slots, shape.max_blocks_per_slot, handle)
         self.spill.append(spill)
 
+    def take_slot(self, slot: int, request: Request) -> None:
+        """The request gets a slot: its parameters, and its tables if it has any."""
+        self.admit.append((slot, request))
+        if request.processors is not None:
+            context = tuple(request.tokens(0, request.num_tokens))
+            prompt = len(request.prompt)
+            self.setup.append(Setup(slot, prompt, context, request.processors))
+
     def add_decode(self, slot: int, steps: int) -> None:
         """A decode row of up to `steps` sampled tokens."""
         self.decode_rows.append((slot, steps))
         self.tokens_left -= 1
 
-    def add_chunk(self, slot: int, steps: int, start: int, tokens: list[int]) -> None:
-        """Prompt tokens at `start`; `steps` > 0 samples once they are all in."""
-        self.chunk_rows.append((slot, steps, start, tokens))
+    def add_chunk(
+        self, slot: int, steps: int, start: int, tokens: list[int], follow: int = -1
+    ) -> None:
+        """Prompt tokens at `start`; `steps` > 0 samples once they are all in.
+
+        Args:
+          follow: the token after them, if they are to be scored; else -1.
+        """
+        self.chunk_rows.append((slot, steps, start, tokens, follow))
         self.tokens_left -= len(tokens)
 
     def build(self, engine_seed: int) -> StepPlan:
         """The padded plan, in the smallest launch shape that holds it."""
         shape = self._shape
+        self.chunk_rows.sort(key=lambda row: row[-1] < 0)  # stable: scored ones first
         chunk = [
             (slot, start + i, token)
-            for slot, _, start, tokens in self.chunk_rows
+            for slot, _, start, tokens, _ in self.chunk_rows
             for i, token in enumerate(tokens)
         ]
         decode = self.decode_rows + [row[:2] for row in self.chunk_rows]
-        ends = [start + len(tokens) for _, _, start, tokens in self.chunk_rows]
+        ends = [start + len(tokens) for _, _, start, tokens, _ in self.chunk_rows]
         tokens = len(self.decode_rows) + len(chunk)
         rows = max(len(decode), len(self.release), len(self.admit))
         plan = empty_plan(shape, *shape.launch_shape(rows, tokens))
@@ -119,6 +137,9 @@ class PlanBuilder:
         if decode:
             plan.decode[: len(decode)] = decode
         plan.chunk_end[len(self.decode_rows) : len(decode)] = ends
+        plan.follow[len(self.decode_rows) : len(decode)] = [
+            row[-1] for row in self.chunk_rows
+        ]
         for row, (slot, request) in enumerate(self.admit):
             plan.admit[row] = _admit_row(shape, slot, request, engine_seed)
         return plan
@@ -132,12 +153,12 @@ def _admit_row(
     shape: EngineShape, slot: int, request: Request, engine_seed: int
 ) -> np.ndarray:
     params = request.params
-    seed = random_seed(engine_seed, request.index, params.seed)
+    seed = random_seed(engine_seed, request.stream, params.seed)
     values = {
         "slot": slot,
         "seed_high": seed >> 32,
         "seed_low": seed & 0xFFFFFFFF,
-        "sample_index": 0,
+        "sample_index": request.sample_index,
         "temperature": _bits(0.0 if params.greedy else params.temperature),
         "top_k": min(params.top_k, 2**31 - 1),
         "top_p": _bits(params.top_p),
@@ -145,6 +166,7 @@ def _admit_row(
         "stop_from": len(request.prompt)
         + min(params.min_tokens, request.max_output_tokens),
         "wants_logprobs": params.logprobs is not None,
+        "processed": request.processors is not None,
     }
     stops = list(request.stop_ids)
     stops += [-1] * (shape.max_stop_ids - len(stops))

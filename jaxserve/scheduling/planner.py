@@ -31,6 +31,7 @@ class Counters:
     prefix_hits_tokens: int = 0  # those found, in any tier
     host_hits_tokens: int = 0  # of these, copied back from the host
     disk_hits_tokens: int = 0  # and read from disk
+    forked_tokens: int = 0  # context tokens that forks took over
     resumed_hits_tokens: int = 0  # context tokens found by resumed requests
     recomputed_tokens: int = 0  # context tokens computed again by resumed requests
     preemptions: int = 0  # requests that lost their slot
@@ -76,8 +77,10 @@ class Planner:
         books: Books,
         plan: PlanBuilder,
         now_s: float,
+        *,
+        admitting: bool = True,
     ):
-        self.admitting = True
+        self.admitting = admitting
         self._config = config
         self._shape = shape
         self._residents = residents
@@ -96,6 +99,7 @@ class Planner:
         self._to_decode: set[int] = set()  # whose decodes go before any prompt
         # Slots are filled from the host after the launch: no row, and no victim yet.
         self._restored: set[int] = set()
+        self._copied: set[int] = set()  # whose columns forks copy: no victims either
 
     def fill(self, in_flight: Collection[int]) -> list[Row]:
         """The rows of the plan.
@@ -186,12 +190,16 @@ class Planner:
         self._residents.place(running, start + rows)
         running.sampling += steps
         running.pending += rows
+        request = running.request
         if chunk:
-            tokens = running.request.tokens(start, start + chunk)
-            self._plan.add_chunk(running.slot, steps, start, tokens)
+            tokens = request.tokens(start, start + chunk)
+            follow = _follow(request, start + chunk)
+            self._plan.add_chunk(running.slot, steps, start, tokens, follow)
+            row = row._replace(scored=follow >= 0)
             self._residents.name_columns(self._plan, running, start + chunk, fresh=True)
         else:
             self._plan.add_decode(running.slot, steps)
+        request.computed.rows = max(request.computed.rows, start + rows)
         return row
 
     def _preempt(self, victim: Running) -> None:
@@ -220,6 +228,11 @@ class Planner:
         self._ranking.touch(request)
         self._tell("preempted", request, slot=slot, mode=way, lost_tokens=lost)
         self.admitting = False
+
+    def preempt_all(self) -> None:
+        """Take everybody off."""
+        for running in self._may_give_way():
+            self._preempt(running)
 
     def _way_out(self, victim: Running) -> Way:
         """What becomes of the KV of a victim that has left its slot."""
@@ -261,7 +274,8 @@ class Planner:
 
     def _may_give_way(self) -> list[Running]:
         running = self._residents.running.items()
-        return [r for index, r in running if index not in self._restored]
+        kept = self._restored | self._copied
+        return [r for index, r in running if index not in kept]
 
     def admit(self, request: Request) -> Row | None:
         """The first row of a waiting request; None if it has to wait."""
@@ -282,10 +296,13 @@ class Planner:
             below = self._below.cached(request, keys, len(hits), usable)
         if below.waits:
             return None  # others may pass until it has come
-        restored = below.restored
-        if not (restored or swapped) and len(hits) < usable:
-            if residents.produced_soon(keys[len(hits)]):
+        restored, source = below.restored, None
+        if not (restored or swapped):
+            if len(hits) < usable and residents.produced_soon(keys[len(hits)]):
                 return None  # another computes its next block: wait, then share it
+            if self._is_before_its_source(request):
+                return None
+            restored, source = self._fork(request, len(hits))
         if not self._plan.can_adopt(len(hits)):
             return None
         residents.index.pin(hits)
@@ -303,6 +320,8 @@ class Planner:
             return None
         for victim in victims:
             self._preempt(victim)
+        if source is not None and source.released:
+            restored = None  # it gave way: compute its share again
         for passed in self._blocked:
             passed.skipped += 1
         if restored:
@@ -314,8 +333,38 @@ class Planner:
         running = self.take(request, hits, restored)
         if restored:
             self._restored.add(index)
+            if source is not None:
+                self._copied.add(source.request.index)
             return None  # its row is the next launch's, when it has its blocks
         return self.place(running)
+
+    def _is_before_its_source(self, request: Request) -> bool:
+        """Whether a fork should wait, for whom it was forked from comes first."""
+        first = request.forked_from
+        if first is None or request.num_cached_tokens is not None:
+            return False
+        running = self._residents.running.get(first)
+        if running is None:  # it waits for its first slot, or has had one
+            return self._ranking.is_new(first)
+        behind = running.known_rows < request.shared
+        return behind and self._residents.runs(running)
+
+    def _fork(
+        self, request: Request, hits: int
+    ) -> tuple[Restored | None, Running | None]:
+        """What a fork gets beside its cached columns, and from whose slot."""
+        rows, size = request.shared, self._shape.block_size
+        if request.forked_from is None or not rows or hits != rows // size:
+            return None, None
+        # It goes on to decode, or computes the last token of its prompt itself.
+        decodes = bool(request.output) and rows == request.num_tokens - 1
+        context = rows if decodes else request.num_tokens
+        if rows % size == 0:
+            return (Restored((), rows, context, 0) if decodes else None), None
+        source = self._residents.source(request)
+        if source is None:
+            return None, None
+        return Restored((), rows, context, 0, source=source.slot), source
 
     def hits(self, request: Request) -> list[int]:
         """Handles of the cached columns that a waiting request can adopt in this plan,
@@ -385,11 +434,16 @@ class Planner:
         first = request.num_cached_tokens is None
         if restored:
             blocks = self._shape.blocks(restored.rows) - hits
-            counters.restored_blocks += blocks
+            counters.restored_blocks += blocks * bool(restored.fetches)
             self._swaps.tiers.use(running.keys[: hits + blocks])
-        if first:
+        if first and request.forked_from is not None:
+            # No news of the cache: what they share is known to be there.
+            request.num_cached_tokens = min(running.cached, len(request.prompt))
+            counters.forked_tokens += running.cached
+        elif first:
             request.num_cached_tokens = running.cached
-            counters.prefix_queries_tokens += len(request.prompt)
+            if request.params.reads_cache:
+                counters.prefix_queries_tokens += len(request.prompt)
             counters.prefix_hits_tokens += running.cached
             if restored:
                 counters.host_hits_tokens += (blocks - restored.from_disk) * size
@@ -413,3 +467,14 @@ class Planner:
         event = Event(kind, self._now_s, request.request_id, data)
         self._books.events.append(event)
         self._ranking.note(event)
+
+
+def _follow(request: Request, end: int) -> int:
+    """`StepPlan.follow` of a chunk up to position `end`."""
+    prompt = request.prompt
+    # The last prompt token is scored after the one before it. What was computed before
+    # a preemption has been scored then.
+    known = request.computed.rows >= min(end, len(prompt) - 1)
+    if known or request.params.prompt_logprobs is None:
+        return -1
+    return prompt[end] if end < len(prompt) else 0

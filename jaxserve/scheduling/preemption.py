@@ -22,7 +22,7 @@ Mode = Literal["recompute", "swap", "disk", "auto", "article"]
 Way = Literal["recompute", "swap", "disk"]
 """How one victim is."""
 
-_UNKNOWN = 1e8  # variance of a coefficient, in squares of its guess
+_PRIOR = 1e-3  # measurements that the proportions of a guess count for
 
 
 class Victim(NamedTuple):
@@ -162,34 +162,54 @@ def choose(
 class Fit:
     """A linear function without constant, fitted to what is measured as it comes.
 
-    Recursive least squares on relative errors: a launch that takes 10 times as long
-    does not count 100 times as much.
+    Least squares on relative errors, for a launch that takes 10 times as long shall not
+    count 100 times as much; no coefficient is negative. What the measurements do not
+    tell apart is shared in the proportions of the guess: noise in a few launches that
+    are much alike would make the coefficients any size.
 
     Args:
-      guess: coefficients to start from, all above 0: their sizes are what counts, for a
-        few measurements outweigh them.
+      guess: coefficients to start from, all above 0. Their proportions stay the prior;
+        their size does not count once anything is measured.
       memory: how much a measurement counts after the next one, under 1 to forget.
     """
 
-    def __init__(self, guess: Sequence[float], *, memory: float = 0.999):
+    def __init__(self, guess: Sequence[float], *, memory: float = 0.98):
         self._unit = np.array(guess, np.float64)
         self._memory = memory
-        self._weights = np.ones(len(guess))
-        self._spread = np.eye(len(guess)) * _UNKNOWN
+        # Of rows x * guess / y: sums of their products, and of themselves.
+        self._products = np.zeros((len(guess), len(guess)))
+        self._sum = np.zeros(len(guess))
+        self._weights: np.ndarray | None = np.ones(len(guess))  # None: to be solved
 
     def observe(self, x: Sequence[float], y: float) -> None:
         """Take in that x came to y; y > 0."""
         row = np.array(x, np.float64) * self._unit / y
-        towards = self._spread @ row
-        gain = towards / (self._memory + row @ towards)
-        self._weights = self._weights + gain * (1.0 - row @ self._weights)
-        spread = (self._spread - np.outer(gain, towards)) / self._memory
-        self._spread = np.minimum((spread + spread.T) / 2, _UNKNOWN)
+        self._products = self._memory * self._products + np.outer(row, row)
+        self._sum = self._memory * self._sum + row
+        self._weights = None
+
+    def _solve(self) -> np.ndarray:
+        """The weights of the guess that fit best, none negative."""
+        # The guess times this fits best; proportions are measured against that.
+        scale = self._sum.sum() / self._products.sum()
+        prior = _PRIOR * np.eye(len(self._unit))
+        products, sums = scale**2 * self._products + prior, scale * self._sum + _PRIOR
+        free = np.ones(len(self._unit), bool)
+        weights = np.zeros(len(self._unit))
+        while free.any():
+            weights[free] = np.linalg.solve(products[np.ix_(free, free)], sums[free])
+            if (weights >= 0).all():
+                break
+            free[np.argmin(weights)] = False
+            weights[~free] = 0.0
+        return scale * weights
 
     @property
     def coefficients(self) -> np.ndarray:
         """f64[len(guess)], none negative."""
-        return np.maximum(self._weights, 0.0) * self._unit
+        if self._weights is None:
+            self._weights = self._solve()
+        return self._weights * self._unit
 
     def __call__(self, x: Sequence[float]) -> float:
         """What x is expected to come to."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -19,15 +19,22 @@ from jaxserve.moves import Label
 DIGEST_BYTES = 16
 
 
-def root_key(cache_salt: str | None, weight_version: int) -> bytes:
+def root_key(
+    cache_salt: str | None, weight_version: int, family: int | None = None
+) -> bytes:
     """The parent of a first block: everything but tokens that a block depends on.
 
     Each extra is tagged and length-framed, so that no two lists of extras run together.
+
+    Args:
+      family: only requests of it find the block; None = everybody.
     """
     digest = hashlib.blake2b(b"jaxserve prefix 1", digest_size=DIGEST_BYTES)
     extras = [(b"weights", str(weight_version).encode())]
     if cache_salt is not None:
         extras.append((b"salt", cache_salt.encode()))
+    if family is not None:
+        extras.append((b"family", str(family).encode()))
     for tag, value in extras:
         for part in (tag, value):
             digest.update(len(part).to_bytes(8, "little") + part)
@@ -105,6 +112,10 @@ class PrefixIndex:
         """The live handle of a key, fresh or not."""
         return self._handle.get(key)
 
+    def holds(self, key: bytes) -> bool:
+        """Whether a key has a live handle."""
+        return key in self._handle
+
     def pin(self, handles: Sequence[int]) -> None:
         """Keep the handles of a chain, first block first."""
         for handle in handles:
@@ -172,6 +183,15 @@ class PrefixIndex:
     def has_forgotten(self) -> bool:
         """Whether the oldest handle is one that `reset` left keyless."""
         return bool(self._idle) and self._label[self.oldest] is None
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Forget some keys, as `reset` does all."""
+        for key in keys:
+            handle = self._handle.pop(key, None)
+            if handle is not None:
+                self._label[handle] = None
+                if handle in self._idle:
+                    self._idle.move_to_end(handle, last=False)
 
     def reset(self) -> None:
         """Forget every key. Pinned blocks stay with their owners, and are never found.

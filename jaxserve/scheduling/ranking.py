@@ -9,11 +9,12 @@ import bisect
 import heapq
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxserve.core import Event, Request
 from jaxserve.scheduling.policies.base import Policy, View, unlimited, unmoved
+from jaxserve.scheduling.retelling import retold
 from jaxserve.scheduling.running import Running, progressed
 
 RUNNING, PREEMPTED, NEW = range(3)
@@ -58,6 +59,34 @@ class Ranking:
         self._events: list[Event] = []
         self._ended: dict[int, Request] = {}  # since the policy's last update
 
+    @property
+    def policy(self) -> Policy:
+        """The policy, whose state this keeps."""
+        return self._policy
+
+    def take_over(self, policy: Policy, running: Mapping[int, Running]) -> None:
+        """Another policy orders the requests from now on.
+
+        It hears of each that has arrived, and how far it has got, as if all of that had
+        just happened.
+
+        Args:
+          running: those that have a slot, by submission index.
+        """
+        self._policy, self._state = policy, policy.init()
+        self._events.clear()
+        self._ended.clear()
+        self._stale.update(self._entries)
+        self._restless.clear()
+        self._expiry.clear()
+        self._due.clear()
+        for index in sorted(self._entries):
+            request, stay = self._entries[index].request, running.get(index)
+            prompt, slot = len(request.prompt), stay.slot if stay else None
+            computed = min(stay.rows, prompt) if stay else prompt
+            for event in retold(request, slot, computed):
+                self.note(event)
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -65,6 +94,11 @@ class Ranking:
         """A new request; it is ranked at the next `refresh`."""
         self._entries[request.index] = _Entry(Key(0, (), NEW, request.index), request)
         self._stale.add(request.index)
+
+    def is_new(self, index: int) -> bool:
+        """Whether a request waits that has never had a slot."""
+        entry = self._entries.get(index)
+        return entry is not None and entry.request.num_cached_tokens is None
 
     def remove(self, request: Request) -> None:
         """The request ended."""

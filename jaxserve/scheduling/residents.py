@@ -31,6 +31,7 @@ class Restored(NamedTuple):
     context: int  # tokens to compute before sampling
     from_disk: int  # blocks that were on disk
     resumed: bool = False  # it was swapped; else they were found in the prefix cache
+    source: int | None = None  # slot whose column is copied
 
 
 class Residents:
@@ -59,6 +60,8 @@ class Residents:
         self.index = index
         self.budget = Budget(shape, index, swaps)
         self._tiers = swaps.tiers
+        # Keys that only a family finds, by its index.
+        self._anonymous: dict[int, list[bytes]] = {}
         self._plan = 0  # number of the plan being built
         self.outstanding = 0  # blocks that running requests need for their prompts
         self.weight_version = 0  # enters every key
@@ -71,15 +74,25 @@ class Residents:
 
     def extend_keys(self, request: Request, known: list[bytes]) -> None:
         """Extend `known` to the keys of every full block of known tokens."""
-        if self._caching and (len(known) + 1) * self._shape.block_size <= (
-            request.num_tokens
-        ):
+        named = self._caching or request.family is not None
+        size = self._shape.block_size
+        if named and (len(known) + 1) * size <= request.num_tokens:
             root = self._root(request)
             tokens = request.tokens(0, request.num_tokens)
-            extend_keys(known, root, tokens, self._shape.block_size)
+            extend_keys(known, root, tokens, size)
 
     def _root(self, request: Request) -> bytes:
-        return root_key(request.cache_salt, self.weight_version)
+        family = None if self._caching else request.stream
+        return root_key(request.cache_salt, self.weight_version, family)
+
+    def leave_family(self, request: Request) -> None:
+        """A request ended: what only its family could find goes with the last of it."""
+        family = request.family
+        if family is None:
+            return
+        family.alive -= 1
+        if not (self._caching or family.alive):
+            self.index.forget(self._anonymous.pop(family.index, ()))
 
     def label(self, request: Request, keys: list[bytes], column: int) -> Label:
         """What names the block of one of a request's full columns, in any tier."""
@@ -94,11 +107,15 @@ class Residents:
     def match(self, request: Request, keys: list[bytes]) -> tuple[int, list[int]]:
         """(columns it could adopt if all were cached, handles of those that are).
 
-        A fully cached context still computes its last token, to sample from. Extends
+        A fully cached context still computes its last token, to sample from. One that
+        does not read the cache takes back no more than it has computed. Extends
         `keys`, the known ones of the request.
         """
         self.extend_keys(request, keys)
-        usable = keys[: (request.num_tokens - 1) // self._shape.block_size]
+        rows = request.num_tokens - 1
+        if not request.params.reads_cache:
+            rows = min(rows, request.computed.rows)
+        usable = keys[: rows // self._shape.block_size]
         return len(usable), self.index.match(usable)
 
     def begin_plan(self) -> None:
@@ -114,13 +131,31 @@ class Residents:
         """
         producer = self._producers.get(key)
         if producer is not None:
-            return producer.placed >= self._plan - 1
+            return self.runs(producer)
         return self.index.find(key) is not None
 
+    def runs(self, running: Running) -> bool:
+        """Whether a request had a row in the last plan, or has one in this."""
+        return running.placed >= self._plan - 1
+
     @property
-    def producers(self) -> int:
-        """Keys that running requests will name."""
-        return len(self._producers)
+    def holds_nothing(self) -> bool:
+        """Whether no map has an entry of a request left."""
+        return not (self.running or self._producers or self._anonymous)
+
+    def source(self, request: Request) -> Running | None:
+        """Whose column a fork that has sampled nothing itself can copy: who has rows of
+        all the tokens that they share when the plan has run, if anybody has."""
+        for running in self.running.values():
+            other = running.request
+            same = other.forked_from == request.forked_from
+            akin = other.index == request.forked_from or (
+                same and other.shared == request.shared
+            )
+            current = running.weight_version == self.weight_version
+            if akin and current and running.known_rows >= request.shared:
+                return running
+        return None
 
     def needs(self, running: Running) -> int:
         """Blocks that the request still needs to finish its prompt."""
@@ -157,12 +192,14 @@ class Residents:
             weight_version=self.weight_version,
         )
         plan.adopt += [(slot, column, handle) for column, handle in enumerate(hits)]
-        plan.admit.append((slot, request))
+        plan.take_slot(slot, request)
         self.budget.count.adopt(slot, len(hits))
         if restored is not None:
             self.budget.count.resize(slot, rows)
             last = request.output[-1] if request.output else 0
-            order = Restore(slot, len(hits), restored.fetches, rows, last)
+            order = Restore(
+                slot, len(hits), restored.fetches, rows, last, restored.source
+            )
             plan.restore.append(order)
         self.running[request.index] = running
         self.outstanding += self.needs(running)
@@ -225,6 +262,9 @@ class Residents:
         label = self.label(running.request, running.keys, column)
         handle = self.index.publish(label, fresh=fresh)
         if handle is not None:
+            if not self._caching:
+                family = self._anonymous.setdefault(running.request.stream, [])
+                family.append(label.key)
             self._tiers.named(handle, label)
             edits.append((running.slot, column, handle))
             self.budget.count.name(running.slot)
@@ -258,6 +298,9 @@ class Residents:
 
     def name_known(self, plan: PlanBuilder, running: Running) -> None:
         """Name the full columns whose rows are written and whose tokens are known."""
+        family = running.request.family
+        if not (self._caching or (family and family.alive)):
+            return  # nobody will look for them
         self._merge_doubles(plan, running)
         rows = running.known_rows
         current = running.weight_version == self.weight_version

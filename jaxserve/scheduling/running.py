@@ -83,6 +83,7 @@ class Row(NamedTuple):
     running: Running
     prompt_tokens: int
     steps: int
+    scored: bool = False  # its prompt tokens' log-probabilities are asked for
 
     @property
     def new_rows(self) -> int:

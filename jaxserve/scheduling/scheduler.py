@@ -12,9 +12,18 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxserve.block_count import BlockCount
 from jaxserve.config import EngineConfig, EngineShape
-from jaxserve.core import Event, Request, StepOutput, TokenLogprobs
+from jaxserve.core import (
+    Event,
+    Request,
+    Scores,
+    StepOutput,
+    StepPlan,
+    TokenLogprobs,
+)
 from jaxserve.moves import Arrived, Label, Transferred
 from jaxserve.scheduling.decisions import Decisions
 from jaxserve.scheduling.horizon import NOTHING, Horizon, horizon
@@ -76,7 +85,7 @@ class Scheduler:
             write=config.tier_write if caching else "never",
             eviction=config.tier_eviction,
             compute_s=self._books.decisions.compute_s,
-            on_device=lambda key: index.find(key) is not None,
+            on_device=index.holds,
             stored=stored,
         )
         self._swaps = SwapSpace(self._tiers)
@@ -90,6 +99,9 @@ class Scheduler:
         self._ended: list[Running] = []  # finished, slot not yet given back
         self._leaving: set[int] = set()  # slot given back, last output not yet read
         self._read = BlockCount(shape)  # exact, after the last launch read
+        self.admits = True  # whether plans take in waiting requests
+        self.vacates = False  # whether they evict every cached block
+        self._evicting = False  # whether the next plan takes everybody off
         self._static = (
             StaticBatches(shape, self._residents, self._ranking)
             if config.batching == "static"
@@ -143,6 +155,11 @@ class Scheduler:
         return self._residents.lost_blocks
 
     @property
+    def holds_no_block(self) -> bool:
+        """Whether no block of the device is in use or cached, after every launch."""
+        return not (self._residents.running or self._residents.index.live)
+
+    @property
     def below(self) -> dict[str, int]:
         """Gauges and totals of the tiers below the device."""
         tiers, payloads = self._tiers, self._tiers.payloads
@@ -161,9 +178,9 @@ class Scheduler:
         return self._books.decisions.totals(block_bytes)
 
     @property
-    def saving(self) -> bool:
-        """Whether something is on its way to disk or from it."""
-        return self._tiers.busy
+    def under_way(self) -> int:
+        """Blocks on their way to disk or from it."""
+        return self._tiers.under_way
 
     def save_cached(self) -> None:
         """Have the next plans write to disk what is cached above it."""
@@ -174,7 +191,7 @@ class Scheduler:
         """When a plan is due at the latest, since requests wait for what is on its way
         between the tiers; None if none does."""
         due_s = self._incoming.next_timeout_s
-        return due_s if due_s < math.inf or self._tiers.busy else None
+        return due_s if due_s < math.inf or self._tiers.under_way else None
 
     def arrived(self, arrived: Arrived) -> None:
         """Take in what has been fetched, loaded and saved."""
@@ -196,8 +213,7 @@ class Scheduler:
     def holds_nothing(self) -> bool:
         """Whether no map has an entry left of any request."""
         return not (
-            self._residents.running
-            or self._residents.producers
+            not self._residents.holds_nothing
             or len(self._ranking)
             or self._books.keys
             or self._unread
@@ -258,6 +274,7 @@ class Scheduler:
         """
         running = self._residents.running.get(request.index)
         self._ranking.remove(request)
+        self.leave_family(request)
         self._books.keys.pop(request.index, None)
         self._incoming.drop(request.index)
         self._swaps.drop(request.index)
@@ -265,6 +282,10 @@ class Scheduler:
         self._leaving.discard(request.index)
         if running:
             self._ended.append(running)
+
+    def leave_family(self, request: Request) -> None:
+        """The request ended, perhaps before it arrived."""
+        self._residents.leave_family(request)
 
     @property
     def listens(self) -> bool:
@@ -294,6 +315,15 @@ class Scheduler:
         """Show the policy an event about a request."""
         self._ranking.note(event)
 
+    @property
+    def policy(self) -> Policy:
+        """What orders the requests."""
+        return self._ranking.policy
+
+    def take_over(self, policy: Policy) -> None:
+        """Another policy orders the requests from now on."""
+        self._ranking.take_over(policy, self._residents.running)
+
     def settle(self, now_s: float) -> None:
         """Let the policy hear of the last ends, for no plan may follow."""
         self._ranking.refresh(now_s)
@@ -309,14 +339,22 @@ class Scheduler:
         self._residents.index.reset()
         self._tiers.clear()
 
-    def set_weight_version(self, version: int) -> None:
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that requests are computed with."""
+        return self._residents.weight_version
+
+    def set_weight_version(self, version: int, *, recompute: bool) -> None:
         """The weights have changed: what was computed with others is not found again.
 
-        Running requests go on, and name nothing any more; swapped ones are computed
-        again.
+        Swapped requests are computed again.
+
+        Args:
+          recompute: running ones too; else they go on, and name nothing any more.
         """
         self.reset_prefix_cache()
         self._residents.weight_version = version
+        self._evicting = recompute
         for index in list(self._swaps.waiting):
             self._incoming.drop(index)
             self._swaps.drop(index)
@@ -324,6 +362,10 @@ class Scheduler:
         for index in self._books.keys:
             self._incoming.drop(index)
             self._books.keys[index] = []
+
+    def take_off(self) -> None:
+        """Have the next plan preempt every running request."""
+        self._evicting = True
 
     # Planning -------------------------------------------------------------------------
 
@@ -335,9 +377,8 @@ class Scheduler:
         self._tiers.write_through(plan, residents.index.find)
         if self._static is None or self._static.over:
             self._give_back(plan)
-        if self._config.enable_prefix_caching:
-            for running in residents.running.values():
-                residents.name_known(plan, running)
+        for running in residents.running.values():
+            residents.name_known(plan, running)
         residents.flush(plan)
         self._incoming.advance(plan, now_s)
         self._ranking.refresh(now_s)
@@ -351,7 +392,13 @@ class Scheduler:
             self._books,
             plan,
             now_s,
+            admitting=self.admits,
         )
+        if self._evicting:
+            self._evicting = False
+            planner.preempt_all()
+        if self.vacates:
+            residents.budget.secure(plan, self._shape.num_blocks)
         if self._static:
             rows = self._static.fill(planner, plan, self._unread)
         else:
@@ -363,7 +410,8 @@ class Scheduler:
         if plan.empty:
             return None
         self.counters.spilled_blocks += len(plan.spill)
-        rows.sort(key=lambda row: row.prompt_tokens > 0)  # stable: decode rows first
+        # Stable: decode rows first, then what is to be scored.
+        rows.sort(key=lambda row: (row.prompt_tokens > 0, not row.scored))
         for row in rows:
             index = row.running.request.index
             self._unread[index] = self._unread.get(index, 0) + 1
@@ -373,8 +421,9 @@ class Scheduler:
     def horizon(self, now_s: float) -> Horizon:
         """Launches from now that are sure to be alike, all others being read."""
         residents, ranking, static = self._residents, self._ranking, self._static
-        below = self._swaps.waiting or self._tiers.has_chores or self._tiers.busy
-        if self._config.enable_prefix_caching or self._ended or below:
+        below = self._swaps.waiting or self._tiers.has_chores or self._tiers.under_way
+        forked = any(r.request.family for r in residents.running.values())
+        if self._config.enable_prefix_caching or forked or self._ended or below:
             return NOTHING
         ranking.refresh(now_s)
         running = [residents.running[r.index] for r in ranking.running()]
@@ -452,6 +501,8 @@ class Scheduler:
             running.pending -= row.new_rows
             running.rows += row.prompt_tokens
             running.rows += max(n - 1, 0) if row.prompt_tokens else n
+            if row.scored and output.scores is not None:  # its forks' too
+                _add_scores(request, launch.plan, i, output.scores)
             if request.finish_reason is not None or running.complete:
                 self.counters.dropped_tokens += n
                 continue
@@ -502,3 +553,21 @@ def _logprobs(output: StepOutput, row: int, n: int, width: int) -> list[TokenLog
         )
         for i in range(n)
     ]
+
+
+def _add_scores(request: Request, plan: StepPlan, row: int, scores: Scores) -> None:
+    """Take in the log-probabilities of a chunk's next tokens that are not known yet: a
+    prompt that was preempted computes some of them again."""
+    known, width = request.computed.prompt_logprobs, request.params.prompt_logprobs
+    slot, _ = plan.decode[row]
+    for i in np.flatnonzero(plan.chunk[:, 0] == slot).tolist():
+        if len(known) != plan.chunk[i, 1] or len(known) + 1 >= len(request.prompt):
+            continue
+        known.append(
+            TokenLogprobs(
+                float(scores.logprobs[i]),
+                int(scores.ranks[i]),
+                scores.top_ids[i, :width].tolist(),
+                scores.top_logprobs[i, :width].tolist(),
+            )
+        )

@@ -59,7 +59,7 @@ class StaticBatches:
     ) -> list[Row]:
         """The rows of the plan: prompts until all are computed, then decodes."""
         running = self._residents.running
-        if not running:
+        if not running and planner.admitting:
             self._start(planner, in_flight)
         behind = [r for r in running.values() if not (r.prefilled or r.over)]
         rows = [planner.place(r) for r in behind if plan.tokens_left]

@@ -41,6 +41,14 @@ class TierCounters:
     unreachable_blocks: int = 0  # left since the block before them was gone
 
 
+def _alike(column: int) -> float:
+    return 1.0
+
+
+def _nowhere(key: bytes) -> bool:
+    return False
+
+
 class Tiers:
     """Cached blocks on the host and on disk.
 
@@ -62,8 +70,8 @@ class Tiers:
         *,
         write: Write = "on_eviction",
         eviction: Eviction = "lru",
-        compute_s: Callable[[int], float] = lambda column: 1.0,
-        on_device: Callable[[bytes], bool] = lambda key: False,
+        compute_s: Callable[[int], float] = _alike,
+        on_device: Callable[[bytes], bool] = _nowhere,
         stored: Iterable[Label] = (),
     ):
         self.payloads = payloads
@@ -99,9 +107,9 @@ class Tiers:
         return len(self.disk) + len(self._private)
 
     @property
-    def busy(self) -> bool:
-        """Whether something is on its way to disk or from it."""
-        return bool(self._saving or self._loading)
+    def under_way(self) -> int:
+        """Blocks on their way to disk or from it."""
+        return len(self._saving) + len(self._loading)
 
     @property
     def has_chores(self) -> bool:

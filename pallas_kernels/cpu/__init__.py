@@ -72,11 +72,12 @@ def paged_attention(
     num_decode: jax.Array | int,
     *,
     scale: float,
-    window: int | None = None,
+    window: int | jax.Array | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """See `pallas_kernels.api.paged_attention`."""
     del num_decode  # a decode row is a chunk of one token
-    calls = _calls(pages)
+    calls = _calls(pages, soft_cap)
     out = calls.attend(
         q.astype(pages.dtype),
         pages,
@@ -103,11 +104,12 @@ def rotary_attention(
     num_decode: jax.Array | int,
     *,
     scale: float,
-    window: int | None = None,
+    window: int | jax.Array | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.api.rotary_attention`."""
     del num_decode
-    return _calls(pages).write_and_attend(
+    return _calls(pages, soft_cap).write_and_attend(
         qkv,
         cos,
         sin,
@@ -123,12 +125,14 @@ def rotary_attention(
     )
 
 
-def _calls(pages: jax.Array) -> Any:
-    """The calls, where the attention kernels take such pages."""
+def _calls(pages: jax.Array, soft_cap: float | None) -> Any:
+    """The calls, where the attention kernels take such pages and options."""
     reason = unavailable()
     head = pages.shape[-1]
     if reason is None and (head % 16 or not 32 <= head <= _MOST_HEAD):
         reason = f"head size {head} is no multiple of 16 from 32 to {_MOST_HEAD}"
+    if reason is None and soft_cap is not None:
+        reason = f"logits are bounded by {soft_cap=}"
     if reason is not None:
         refuse("paged attention", reason)
     from pallas_kernels.cpu import calls  # only now: it needs numba

@@ -27,7 +27,7 @@ def attend(
     cu_q_lens: jax.Array,
     *,
     scale: float,
-    window: int | None,
+    window: int | jax.Array | None,
     checked: bool,
 ) -> jax.Array:
     """Attention of queries [T, Hq, D] of the pages' dtype; as `paged_attention`."""
@@ -53,7 +53,7 @@ def write_and_attend(
     cu_q_lens: jax.Array,
     *,
     scale: float,
-    window: int | None,
+    window: int | jax.Array | None,
     checked: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """As `rotary_attention`; the pages are written in place where XLA can."""
@@ -94,7 +94,7 @@ def multiply(
     kind = PAIRS if words.ndim == 5 else FLOATS
     dtype = jnp.dtype(jnp.bfloat16 if kind is PAIRS else jnp.float32)
     columns = words.shape[1] * PANEL
-    if mode == linear.GATED:
+    if mode in (linear.GATED, linear.GATED_GELU):
         out = jax.ShapeDtypeStruct((x.shape[0], columns // 2), dtype)
     else:
         out = jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32)
@@ -146,6 +146,11 @@ def _rows(
     return table.astype(I32), kv_lens.astype(I32), cu_q_lens.astype(I32)
 
 
-def _options(scale: float, window: int | None, checked: bool) -> tuple[jax.Array, ...]:
-    window = _EVERYTHING if window is None else min(window, _EVERYTHING)
-    return jnp.float32(scale), jnp.int32(window), jnp.int32(checked)
+def _options(
+    scale: float, window: int | jax.Array | None, checked: bool
+) -> tuple[jax.Array, ...]:
+    if window is None:
+        window = _EVERYTHING
+    elif isinstance(window, int):
+        window = min(window, _EVERYTHING)
+    return jnp.float32(scale), jnp.asarray(window, I32), jnp.int32(checked)

@@ -3,6 +3,7 @@
     linear       out = x W                    f32[T, N]
     add_linear   out = y + x W, in place      f32[T, N]
     gated        out = silu(x G) * (x U)      [T, F], dtype of the weights
+    gated_gelu   out = gelu(x G) * (x U)      likewise; GELU's tanh approximation
 
 Of the rows, an operand says how many count: what the padding behind them becomes is
 undefined, and costs nothing. A panel is 32 columns of W, or 16 of G beside the same 16
@@ -25,8 +26,10 @@ _BLOCK_ROWS = 128  # of x that an item takes
 
 _NO_LAYER = ffi.text("layer must be from 0 to L - 1 of the weights [L, K, N]")
 
-LINEAR, ADD, GATED = range(3)
+LINEAR, ADD, GATED, GATED_GELU = range(4)
 _ONE, _LEAST_GATE, _MINUS_LOG2_E = map(np.float32, (1, -87, -np.log2(np.e)))
+_GELU = np.float32(2 * np.sqrt(2 / np.pi))
+_GELU_CUBIC = np.float32(0.044715 * 2 * np.sqrt(2 / np.pi))
 
 
 @njit(inline="always")
@@ -35,13 +38,19 @@ def _blocks(rows):
 
 
 @njit
-def _gate(kind, rows, c, out, stride):
-    """silu of the left half of each row of c, times the right half."""
+def _gate(kind, rows, c, out, stride, mode):
+    """silu or gelu of the left half of each row of c, times the right half."""
     for i in range(rows):
         gate, up = vec.load(c + 128 * i), vec.load(c + 128 * i + 64)
         # Below -87 the gate is 0 to float32's precision, and exp(-gate) overflows.
         gate = vec.at_least(gate, _LEAST_GATE)
-        less = vec.exp2(vec.mul(gate, vec.fill(_MINUS_LOG2_E)))
+        inner = gate
+        if mode == GATED_GELU:
+            # (1 + tanh(z)) / 2 is the sigmoid of 2 z.
+            square = vec.mul(gate, gate)
+            cubic = vec.mul_add(square, vec.fill(_GELU_CUBIC), vec.fill(_GELU))
+            inner = vec.at_least(vec.mul(gate, cubic), _LEAST_GATE)
+        less = vec.exp2(vec.mul(inner, vec.fill(_MINUS_LOG2_E)))
         gate = vec.div(gate, vec.add(vec.fill(_ONE), less))
         put(kind, out + i * stride, vec.mul(gate, up))
 
@@ -52,6 +61,7 @@ def _panel(kind, frame, item):
     x, w = ffi.argument(frame, 0), ffi.argument(frame, 1)
     layer = vec.load_i32(ffi.data(ffi.argument(frame, 2)))
     mode = vec.load_i32(ffi.data(ffi.argument(frame, 3)))
+    gated = mode == GATED or mode == GATED_GELU
     out = ffi.result(frame, 0)
     rows = ffi.leading(x, ffi.argument(frame, 4))
     panels, steps = ffi.size(w, 1), ffi.size(w, 2)
@@ -61,7 +71,7 @@ def _panel(kind, frame, item):
     lda = 4 * steps
     panel_bytes = 4 * PANEL * steps
     b = ffi.data(w) + (layer * panels + panel) * panel_bytes
-    width = 16 * element(kind) if mode == GATED else 4 * PANEL
+    width = 16 * element(kind) if gated else 4 * PANEL
     stride = width * panels
     c = ffi.data(out) + panel * width
     scratch = np.empty(MAX_ROWS * PANEL, np.float32)
@@ -78,7 +88,7 @@ def _panel(kind, frame, item):
         if count != ready:
             configure(kind, count)
             ready = count
-        target = scratch.ctypes.data if mode == GATED else c + first * stride
+        target = scratch.ctypes.data if gated else c + first * stride
         multiply(
             kind,
             count,
@@ -90,12 +100,12 @@ def _panel(kind, frame, item):
             4 * PANEL,
             steps,
             target,
-            4 * PANEL if mode == GATED else stride,
+            4 * PANEL if gated else stride,
             b + _DISTANCE if tiles == 1 else following + tile * pace * steps,
             pace,
         )
-        if mode == GATED:
-            _gate(kind, count, target, c + first * stride, stride)
+        if gated:
+            _gate(kind, count, target, c + first * stride, stride, mode)
     release(kind)
     return scratch[0]
 

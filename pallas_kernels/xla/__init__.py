@@ -28,7 +28,8 @@ def paged_attention(
     num_decode: jax.Array | int,  # i32[]
     *,
     scale: float,
-    window: int | None = None,
+    window: int | jax.Array | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:  # [T, Hq, D]
     """See `pallas_kernels.api.paged_attention`."""
     num_tokens, query_heads, head_size = q.shape
@@ -42,13 +43,26 @@ def paged_attention(
 
     # Token r of a decode row is row r; what is no decode row comes out zero.
     decoded = attend_decode(
-        _resize(queries, rows), pool, table, jnp.where(is_decode, kv_lens, 0), window
+        _resize(queries, rows),
+        pool,
+        table,
+        jnp.where(is_decode, kv_lens, 0),
+        window,
+        soft_cap,
     )
     out = _resize(decoded, num_tokens)
     if not (isinstance(num_decode, int) and num_decode == rows):
         q_lens = jnp.where(is_decode, 0, jnp.diff(cu_q_lens))
         out = attend_chunks(
-            out, queries, pool, table, kv_lens, cu_q_lens[:-1], q_lens, window
+            out,
+            queries,
+            pool,
+            table,
+            kv_lens,
+            cu_q_lens[:-1],
+            q_lens,
+            window,
+            soft_cap,
         )
     return out.reshape(num_tokens, query_heads, head_size).astype(q.dtype)
 

@@ -21,7 +21,8 @@ def attend_chunks(
     kv_lens: jax.Array,  # i32[R]
     starts: jax.Array,  # i32[R] first token of each row
     q_lens: jax.Array,  # i32[R] tokens of each row; 0 = nothing to do
-    window: int | None,
+    window: int | jax.Array | None,
+    soft_cap: float | None,
 ) -> jax.Array:  # out, with the tokens of these rows replaced
     """Causal attention; the last query of a row sees all its KV."""
     num_tokens, kv_heads, groups, head_size = queries.shape
@@ -57,7 +58,7 @@ def attend_chunks(
             if window is not None:
                 seen &= position[None, None, :] > q_position[:, :, None] - window
             k, v = kv[..., :head_size], kv[..., head_size:]
-            return walk.update(state, x, k, v, seen[:, None])
+            return walk.update(state, x, k, v, seen[:, None], soft_cap)
 
         per_step = walk.positions_per_step(pool)
         steps = -(-jnp.max(end) // per_step)

@@ -17,16 +17,17 @@ def attend_decode(
     pool: jax.Array,  # [NP, B, Hkv, 2D]
     table: jax.Array,  # i32[R, M]
     kv_lens: jax.Array,  # i32[R]; 0 = nothing to do
-    window: int | None,
+    window: int | jax.Array | None,
+    soft_cap: float | None,
 ) -> jax.Array:  # f32[R, Hkv, G, D]; zero where there was nothing to do
     """Lanes walk row after row; a row's KV is walked by one lane, in order."""
     rows, _, _, head_size = queries.shape
     size = walk.positions_per_step(pool)
-    if window is None:
-        skip, state = attend_shared(queries, pool, table, kv_lens)
-    else:
-        skip = jnp.maximum(kv_lens - window, 0) // size
-        state = walk.empty(rows, *queries.shape[1:])
+    # What a window cuts off is not shared: a row that it cuts walks alone.
+    whole = kv_lens if window is None else jnp.where(kv_lens <= window, kv_lens, 0)
+    skip, state = attend_shared(queries, pool, table, whole, soft_cap)
+    if window is not None:
+        skip = jnp.maximum(skip, (kv_lens - window) // size)
     steps = -(-kv_lens // size) - skip  # i32[R]
     lanes = min(walk.max_lanes(pool, _LANES), max(1, rows // 2))
 
@@ -56,7 +57,7 @@ def attend_decode(
             valid &= position >= kv_len[:, None] - window
         old = walk.Softmax(*(walk.take(x, row) for x in state))
         x = walk.take(queries, row)
-        new = walk.update(old, x, kv, kv, valid[:, None, None, :])
+        new = walk.update(old, x, kv, kv, valid[:, None, None, :], soft_cap)
         return walk.Softmax(
             *(x.at[row].set(y, mode="drop") for x, y in zip(state, new, strict=True))
         )

@@ -34,6 +34,7 @@ def attend_shared(
     pool: jax.Array,  # [NP, B, Hkv, 2D]
     table: jax.Array,  # i32[R, M]
     kv_lens: jax.Array,  # i32[R]
+    soft_cap: float | None,
 ) -> tuple[jax.Array, walk.Softmax]:  # i32[R], [R, Hkv, G, ...]
     """How many steps of each row are done, and the state after them."""
     rows, kv_heads, queries_each, head_size = queries.shape
@@ -57,7 +58,7 @@ def attend_shared(
             at = (lead[None], jnp.full(1, j), kv_lens[lead][None])
             kv, _ = walk.load(pool, table, *at)
             k, v = kv[..., :head_size], kv[..., head_size:]
-            return walk.update(tile, x, k, v, j < limit)
+            return walk.update(tile, x, k, v, j < limit, soft_cap)
 
         tile = walk.empty(1, kv_heads, _TILE_ROWS * queries_each, head_size)
         tile = lax.fori_loop(0, jnp.max(steps), step, tile)

@@ -80,6 +80,7 @@ def update(
     keys: jax.Array,  # [n, Hkv, S, E]
     values: jax.Array,  # [n, Hkv, S, E]
     seen: jax.Array,  # bool[n, 1, Q or 1, S or 1]
+    soft_cap: float | None,
 ) -> Softmax:
     """Take S more positions into account.
 
@@ -92,6 +93,8 @@ def update(
         logits = logits.swapaxes(2, 3)
     else:
         logits = _dot("nhqe,nhse->nhqs", queries, keys)
+    if soft_cap is not None:
+        logits = jnp.float32(soft_cap) * jnp.tanh(logits / jnp.float32(soft_cap))
     logits = jnp.where(seen, logits, jnp.float32(_MASKED))
     top = jnp.maximum(state.top, jnp.max(logits, axis=-1))
     weights = jnp.exp(logits - top[..., None])

@@ -7,6 +7,7 @@ import numpy as np
 from jaxserve.device.sampling import RowParams
 
 ROWS, VOCAB = 8, 24
+NO_TABLES = 9  # past the slots of the harness's shape
 
 
 def rows(count: int, *, barred: object = None, **fields: object) -> RowParams:
@@ -18,6 +19,7 @@ def rows(count: int, *, barred: object = None, **fields: object) -> RowParams:
         "top_k": (0, np.int32),
         "top_p": (1.0, np.float32),
         "min_p": (0.0, np.float32),
+        "tables": (NO_TABLES, np.int32),
     }
     seed = np.broadcast_to(np.asarray(fields.pop("seed", 0), np.uint64), count)
     key = np.stack([seed >> np.uint64(32), seed & np.uint64(0xFFFFFFFF)], axis=1)

@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve.config import SamplingParams
 from jaxserve.core import ADMIT_FIELDS, Request, random_seed
-from jaxserve.device import sampling
+from jaxserve.device import processors, sampling
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from tests.device.row_params import ROWS, VOCAB, rows, softmax
 from tests.engine.harness import JAX
@@ -23,7 +23,11 @@ DRAWS = 4096  # rows of the distribution tests, each with a position of its own
 WORDS = 6  # their vocabulary
 
 
-sample = jax.jit(lambda x, params: sampling.sample(x, params, len(x)))
+@jax.jit
+def sample(x, params):
+    shape = JAX.shape(8)
+    tables = processors.init(x.shape[1], shape)
+    return sampling.sample(x, tables, params, len(x), shape)
 
 
 row_keys = jax.jit(sampling.row_keys)
@@ -93,7 +97,9 @@ def test_rows_that_do_not_matter_change_no_token(used) -> None:
     params = rows(20, seed=np.arange(20), temperature=np.arange(20) % 3)
     expected = np.asarray(sample(logits, params))[:used]
     logits[used:] = np.nan
-    actual = jax.jit(sampling.sample)(logits, params, used)
+    shape = JAX.shape(8)
+    choose = jax.jit(sampling.sample, static_argnums=4)
+    actual = choose(logits, processors.init(VOCAB, shape), params, used, shape)
     np.testing.assert_array_equal(actual[:used], expected)
 
 

@@ -14,8 +14,10 @@ from jaxserve import EngineConfig
 from jaxserve.core import empty_plan, pack
 from jaxserve.device import state as device_state
 from jaxserve.device.step import compiled
-from jaxserve.models.decoder import Decoder, DecoderConfig
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.decoder_config import AttentionKind, DecoderConfig
 from jaxserve.models.hash_model import HashModel
+from jaxserve.models.rope import Rope
 from tests.engine.harness import JAX
 
 CONFIG = EngineConfig(
@@ -35,7 +37,7 @@ DECODER = Decoder(
         num_kv_heads=2,
         head_dim=16,
         norm_epsilon=1e-5,
-        rope_frequencies=tuple(10_000.0 ** (-i / 8) for i in range(8)),
+        attention=(AttentionKind(Rope(tuple(10_000.0 ** (-i / 8) for i in range(8)))),),
         tied=True,
         context_length=64,
         eos_ids=(),

@@ -29,6 +29,7 @@ from tests.engine.harness import (
     serve,
 )
 from tests.engine.reference_executor import ReferenceExecutor
+from tests.processing import Numbers
 
 B, P = JAX.block_size, JAX.num_blocks
 PROMPT = [5, 6, 7, 8, 9]
@@ -224,7 +225,9 @@ def test_a_window_ends_with_its_last_row() -> None:
 def test_launches_do_what_the_definition_does(config) -> None:
     """The plans of whole runs, on the device and on the reference, output by output."""
     for seed, (policy, launches) in enumerate([(None, 1), (by_priority(), 3)]):
-        jobs = serving.workload(seed + 50, 40, aborts=bool(seed), spread_s=0.2)
+        jobs = serving.workload(
+            seed + 50, 40, aborts=bool(seed), spread_s=0.2, fields=True
+        )
         # Requests that end by a stop id, in the middle of a window too.
         stops = [
             dataclasses.replace(job, prompt=[*job.prompt, seed + 1]) for job in jobs[:8]
@@ -232,7 +235,9 @@ def test_launches_do_what_the_definition_does(config) -> None:
         config = dataclasses.replace(config, launches_in_flight=launches)
         runs = []
         for executor in (None, jax_executor()):
-            served = Served(config, policy=policy, executor=executor)
+            served = Served(
+                config, policy=policy, executor=executor, tokenizer=Numbers()
+            )
             for i, job in enumerate(stops):
                 third = serving.direct(job.prompt, 3)[2]
                 served.add(f"stop {i}", job.prompt, 12, stop_token_ids=[third])

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve import Engine, EngineConfig, SamplingParams
+from jaxserve import Engine, EngineConfig, RequestOutput, SamplingParams
 from jaxserve.models.base import Batch, Pages, Params
+from jaxserve.models.detokenizer import Decodes
 
 VOCAB = 8
 
@@ -29,11 +30,15 @@ class FixedLogits:
     ) -> dict[str, jax.ShapeDtypeStruct]:
         return {"none": jax.ShapeDtypeStruct((num_blocks, block_size), jnp.int32)}
 
-    def forward(
-        self, params: Params, pages: Pages, batch: Batch
-    ) -> tuple[jax.Array, Pages]:
-        rows = batch.kv_lens.shape[0]
-        return jnp.broadcast_to(params["logits"], (rows, VOCAB)), pages
+    def forward(self, params: Params, pages: Pages, batch: Batch) -> tuple[None, Pages]:
+        del params, batch
+        return None, pages
+
+    def logits(
+        self, params: Params, hidden: None, index: jax.Array, used: jax.Array
+    ) -> jax.Array:
+        del hidden, used
+        return jnp.broadcast_to(params["logits"], (len(index), VOCAB))
 
 
 MODEL = FixedLogits(eos_ids=(5, 6))
@@ -52,7 +57,13 @@ CONFIG = EngineConfig(
 class Fixed:
     """An engine whose model always has the same logits; -inf past those given."""
 
-    def __init__(self, logits: list[float], steps: int = 1, launches: int = 1):
+    def __init__(
+        self,
+        logits: list[float],
+        steps: int = 1,
+        launches: int = 1,
+        tokenizer: Decodes | None = None,
+    ):
         padded = [*logits, *[-np.inf] * (VOCAB - len(logits))]
         self.engine = Engine(
             MODEL,
@@ -60,14 +71,20 @@ class Fixed:
             dataclasses.replace(
                 CONFIG, num_scheduler_steps=steps, launches_in_flight=launches
             ),
+            tokenizer=tokenizer,
         )
 
     def run(self, *requests: SamplingParams, prompt: int = 10) -> list:
         """Their completions, served together."""
+        return [output.outputs[0] for output in self.serve(*requests, prompt=prompt)]
+
+    def serve(self, *requests: SamplingParams, prompt: int = 10) -> list[RequestOutput]:
+        """Their last outputs, served together; each prompt is that many 1s."""
         for i, params in enumerate(requests):
             self.engine.add_request(f"{i}", [1] * prompt, params)
-        done = {}
+        done, self.told = {}, 0
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
-                done[output.request_id] = output.outputs[0]
+                done[output.request_id] = output
+                self.told += 1
         return [done[f"{i}"] for i in range(len(requests))]

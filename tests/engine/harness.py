@@ -17,7 +17,9 @@ from jaxserve.executors.cost_model import LinearCost
 from jaxserve.executors.jax_executor import JaxExecutor, open_store
 from jaxserve.executors.link import LinkCost
 from jaxserve.executors.sim_executor import SimExecutor, Truth
+from jaxserve.models.detokenizer import Decodes
 from jaxserve.models.hash_model import HashModel
+from jaxserve.outputs import joined
 from jaxserve.scheduling.policies import Policy, fcfs
 from tests.engine.reference_executor import ReferenceExecutor
 from tests.serving import Job, Recorder, Run, greedy
@@ -100,6 +102,7 @@ class Served:
         *,
         policy: Policy | None = None,
         eos: tuple[int, ...] = (),
+        tokenizer: Decodes | None = None,
         executor: Callable[[HashModel, object, object], Executor] | None = None,
         cost: LinearCost = SIM_C,
         link: LinkCost = LINK,
@@ -108,7 +111,8 @@ class Served:
         seed: int = 0,
     ):
         self.events: list[Event] = []
-        self.outputs: dict[str, RequestOutput] = {}
+        self.outputs: dict[str, RequestOutput] = {}  # the last, or all deltas joined
+        self.deltas: dict[str, list[RequestOutput]] = {}  # of those that ask for them
         self.free_planned: list[int] = []  # blocks left by each launch, as submitted
         model = HashModel(eos_ids=eos)
 
@@ -126,6 +130,7 @@ class Served:
             model.init_params(),
             config,
             policy,
+            tokenizer,
             executor=make,
             on_event=self.events.append,
         )
@@ -134,19 +139,34 @@ class Served:
         """Submit a greedy request; sampling fields go to its parameters."""
         fields = {f.name for f in dataclasses.fields(SamplingParams)}
         sampling = {k: more.pop(k) for k in list(more) if k in fields}
-        self.engine.add_request(name, prompt, greedy(max_tokens, **sampling), **more)
+        self.submit(name, prompt, greedy(max_tokens, **sampling), **more)
+
+    def submit(self, name: str, prompt: Sequence[int], params, **more) -> None:
+        """Submit a request."""
+        self.engine.add_request(name, prompt, params, **more)
+        self.deltas.pop(name, None)
+        if params.output_kind == "delta":
+            self.deltas[name] = []
 
     def step(self) -> list[RequestOutput]:
         """One engine step; outputs are kept by name. Each extends the one before it,
         and none follows a finished one."""
         new = self.engine.step()
         for output in new:
-            name, tokens = output.request_id, output.outputs[0].token_ids
+            name = output.request_id
             before = self.outputs.get(name)
+            if name in self.deltas:
+                self.deltas[name].append(output)
+                if before is not None and not before.finished:
+                    output = joined(before, output)
+            tokens = [c.token_ids for c in output.outputs]
+            ends = [c.finish_reason for c in output.outputs]
             if before is not None and not before.finished:
-                had = before.outputs[0].token_ids
-                assert tokens[: len(had)] == had, "told tokens are taken back"
-                assert len(tokens) > len(had) or output.finished, "nothing is new"
+                had = [c.token_ids for c in before.outputs]
+                for old, ids in zip(had, tokens, strict=True):
+                    assert ids[: len(old)] == old, "told tokens are taken back"
+                ended = ends != [c.finish_reason for c in before.outputs]
+                assert tokens != had or ended, "nothing is new"
             elif before is not None:
                 assert before.metrics.arrival_s != output.metrics.arrival_s or (
                     before.prompt_token_ids != output.prompt_token_ids
@@ -282,7 +302,7 @@ def preempt_at_every_output(served: Served) -> int:
 def serve(served: Served, jobs: Sequence[Job], *, resets: Sequence[int] = ()) -> Run:
     """Submit all jobs and serve them to the end, forgetting the cache at some steps."""
     for i, job in enumerate(jobs):
-        served.engine.add_request(
+        served.submit(
             str(i),
             job.prompt,
             job.params,

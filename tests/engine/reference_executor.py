@@ -7,6 +7,7 @@ in random order. Nothing compiles, so any shape is cheap.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 from typing import NamedTuple
@@ -14,12 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.config import EngineShape
-from jaxserve.core import ADMIT_FIELDS, StepOutput, StepPlan
+from jaxserve.core import ADMIT_FIELDS, Scores, StepOutput, StepPlan
 from jaxserve.executors.cost_model import LinearCost, LogicalClock
 from jaxserve.executors.link import INSTANT, LinkCost
-from jaxserve.models.hash_model import VOCAB, next_token
 from jaxserve.moves import STILL, Arrived, Label, Moves, Restore, Spill
-from tests.serving import direct_random
+from jaxserve.processors import Setup
+from tests.processing import log_softmax, process
+from tests.serving import draw, hash_logits
 
 
 @dataclasses.dataclass
@@ -31,6 +33,9 @@ class _Slot:
     stop_from: int = 0
     stop_ids: tuple[int, ...] = ()
     seed: int | None = None  # None is greedy
+    sample_index: int = 0
+    setup: Setup | None = None
+    tokens: list[int] = dataclasses.field(default_factory=list)  # of one with a setup
 
 
 class _Ticket(NamedTuple):
@@ -46,6 +51,13 @@ def _listed(edits: np.ndarray, padding: int) -> list:
     count = int((last < padding).sum())
     assert (last[:count] < padding).all(), "an entry follows the padding"
     return edits[:count].tolist()
+
+
+def _score(context: list[int], token: int) -> tuple:
+    """A token's log-probability and rank, and all ids and theirs, likeliest first."""
+    logs = log_softmax(hash_logits(context))
+    ids = np.argsort(-logs, kind="stable")
+    return logs[token], int((logs > logs[token]).sum()) + 1, ids, logs[ids]
 
 
 class ReferenceExecutor:
@@ -68,13 +80,15 @@ class ReferenceExecutor:
         self._faults = faults  # share of loads and saves that fail
         self.host: dict[int, list[int | None]] = {}  # payload: a block's token ids
         self.disk: dict[bytes, tuple[Label, list[int | None]]] = {}  # files
-        self._under_way: dict[int, Label] = {}  # loads and saves
+        # The file of each load and save.
+        self._under_way: dict[int, tuple[Label, list[int | None]]] = {}
         self._loads: set[int] = set()  # of these
         self._staged: dict[int, list[list[int | None]]] = {}  # by fetch
         self._rng = random.Random(seed)
         self.free = list(range(shape.num_blocks))
         self.owners = [0] * shape.num_blocks
-        self.rows: dict[tuple[int, int], int] = {}  # (block, offset): token id
+        self.mark = 0  # of the weights, on every row that they write
+        self.rows: dict[tuple[int, int], int] = {}  # (block, offset): token id, marked
         self.cache: dict[int, int] = {}  # handle: block
         self.slots = [_Slot() for _ in range(shape.max_slots)]
 
@@ -88,7 +102,10 @@ class ReferenceExecutor:
         assert len(who) == len(_listed(plan.decode[:, 0], self._shape.max_slots))
         for spill in moves.spill:
             self._spill(spill)
+        self._setups = {setup.slot: setup for setup in moves.setup}
+        assert len(self._setups) == len(moves.setup)
         output = self._run(plan)
+        assert not self._setups, "tables of a slot that is not taken"
         listed = set(plan.decode[: len(who), 0].tolist())
         for order in moves.restore:
             assert order.slot not in listed, "a row runs before it is restored"
@@ -99,11 +116,10 @@ class ReferenceExecutor:
         for number in moves.cancel:
             del self._staged[number]
         for name, label in moves.save:
-            self._under_way[name] = label
-            self.disk[label.key] = label, self.host[name]
+            self._under_way[name] = self.disk[label.key] = label, self.host[name]
         for name, label in moves.load:
             assert name not in self.host, "a payload's name is used again"
-            self._under_way[name] = label
+            self._under_way[name] = self.disk[label.key]
             self._loads.add(name)
             held, self.host[name] = self.disk[label.key]
             assert held == label, "a file is read as another's"
@@ -123,19 +139,46 @@ class ReferenceExecutor:
     def stored(self):
         return ()
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
         pass
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        return True
+
+    def set_params(self, params) -> None:
+        self.mark = int(params["mark"])
+        self.disk.clear()
+
+    def fingerprint(self) -> bytes:
+        return f"{self.mark}".encode()
+
+    def snapshot(self):
+        return copy.deepcopy(vars(self))
+
+    def restore(self, saved, time_s: float) -> None:
+        vars(self).update(copy.deepcopy(saved))
+        assert self.now() == time_s
+
+    def release_pages(self) -> None:
+        assert len(self.free) == self._shape.num_blocks, "a block is in use"
+        assert not self.cache and not any(s.columns for s in self.slots)
+        self._whole, self.free = self.free, []  # nothing can be taken
+
+    def restore_pages(self) -> None:
+        self.free = self._whole
 
     def arrived(self) -> Arrived:
         arrived = self._clock.arrived()
         done, failed = [], []
         for name in arrived.done:
-            label = self._under_way.pop(name)
+            file = self._under_way.pop(name)
             if self._rng.random() >= self._faults:
                 done.append(name)
                 continue
             failed.append(name)
-            self.disk.pop(label.key, None)
+            key = file[0].key
+            if self.disk.get(key) is file:  # not another that was written since
+                del self.disk[key]
             if name in self._loads:
                 del self.host[name]
         self._loads.difference_update(arrived.done)
@@ -170,6 +213,9 @@ class ReferenceExecutor:
         assert not slot.stopped, "restores into an idle slot"
         self._grow(slot, order.length)
         staged: dict[int, list[int | None]] = {}
+        if order.source is not None:
+            block = self.slots[order.source].columns[order.first]
+            staged[order.first] = [self.rows.get((block, i)) for i in range(size)]
         for fetch in order.fetches:
             columns = range(fetch.first, fetch.end)
             staged |= dict(zip(columns, self._staged.pop(fetch.number), strict=True))
@@ -206,7 +252,7 @@ class ReferenceExecutor:
         column, offset = divmod(position, self._shape.block_size)
         block = slot.columns[column]
         assert self.owners[block] == 1, "a shared block is written"
-        self.rows[block, offset] = token
+        self.rows[block, offset] = token + self.mark
 
     def _context(self, slot: _Slot) -> list[int]:
         size = self._shape.block_size
@@ -252,21 +298,38 @@ class ReferenceExecutor:
             if values["temperature"]:
                 bits = np.array([values["seed_low"], values["seed_high"]], np.int32)
                 who.seed = int(bits.view(np.uint64)[0])
+                who.sample_index = values["sample_index"]
             who.stopped = False
+            if values["processed"]:
+                who.setup = self._setups.pop(values["slot"])
+                who.tokens = list(who.setup.context)
             who.stop_from = values["stop_from"]
             who.stop_ids = tuple(t for t in row[len(ADMIT_FIELDS) :] if t >= 0)
         return retired
 
     def _sample(self, slot: _Slot) -> int:
         context = self._context(slot)
-        if slot.seed is not None:
-            token = direct_random(context, 1, slot.seed)[0]
-            assert slot.length >= slot.stop_from or token not in slot.stop_ids
+        barred = slot.stop_ids if slot.length < slot.stop_from else ()
+        logits = hash_logits(context)
+        if slot.setup is None:
+            logits = process(logits, (), (), barred=barred)
         else:
-            token = next_token(context)
-        if slot.length < slot.stop_from:
-            while token in slot.stop_ids:  # the next likeliest of the hash model
-                token = (token + 1) % VOCAB
+            _, start, _, made = slot.setup
+            assert len(slot.tokens) == slot.length, "the context is another's"
+            assert slot.tokens == context or self.mark
+            may = np.unpackbits(np.frombuffer(made.mask, np.uint8), bitorder="little")
+            logits = process(
+                logits,
+                slot.tokens[:start],
+                slot.tokens[start:],
+                penalties=made[:3],
+                bias=dict(made.logit_bias),
+                allowed=np.flatnonzero(may).tolist() if made.mask else None,
+                bad_words=made.bad_words,
+                barred=barred,
+            )
+        token = draw(logits, slot.seed, len(context), slot.sample_index)
+        slot.tokens.append(token)
         slot.last = token
         slot.stopped = token in slot.stop_ids
         return token
@@ -289,7 +352,9 @@ class ReferenceExecutor:
         ran = np.zeros((shape.decode_steps, plan.rows), bool)
         done = np.zeros(plan.rows, bool)
         allowed = plan.decode[:, 1].tolist()
-        at = 0
+        at, scored = 0, []
+        follow = plan.follow.tolist()
+        assert (plan.follow[count:] < 0).all()
         for row, index in enumerate(decode):
             slot, end = self.slots[index], int(plan.chunk_end[row])
             assert allowed[row] <= shape.decode_steps
@@ -300,7 +365,13 @@ class ReferenceExecutor:
                     assert chunk[at][:2] == [index, position], "chunk out of place"
                     self._write(slot, position, chunk[at][2])
                     at += 1
-                slot.length = end
+                start, slot.length = slot.length, end
+                if follow[row] >= 0:
+                    assert len(scored) == at - (end - start), "not scored in front"
+                    context = self._context(slot)
+                    new = [token for _, _, token in chunk[len(scored) + 1 : at]]
+                    for here, token in enumerate([*new, follow[row]], start + 1):
+                        scored.append(_score(context[:here], token))
             elif allowed[row] and not slot.stopped:
                 self._decode(slot)
         assert at == len(chunk), "chunk tokens of no row"
@@ -319,7 +390,15 @@ class ReferenceExecutor:
                     self._decode(slot)
                     tokens[step, row], ran[step, row] = self._sample(slot), True
                     done[row] = slot.stopped
-        return StepOutput(tokens=tokens, ran=ran, done=done, num_free=len(self.free))
+        return StepOutput(
+            tokens=tokens,
+            ran=ran,
+            done=done,
+            num_free=len(self.free),
+            scores=Scores(*map(np.array, zip(*scored, strict=True)))
+            if scored
+            else None,
+        )
 
     def _decode(self, slot: _Slot) -> None:
         self._grow(slot, slot.length + 1)

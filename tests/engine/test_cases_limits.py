@@ -121,17 +121,23 @@ def test_jx1_nothing_compiles_after_warm_up() -> None:
     assert shape.launch_shape(1, 317) == (8, 317) == shape.launch_shapes()[-1]
     executor.warmup(iter)
     compiled = executor.compiles
-    assert compiled == len(shape.launch_shapes()) == 5
-    mixes = [{"temperature": t, "logprobs": n} for t in (0.0, 1.0) for n in (None, 2)]
+    assert len(shape.launch_shapes()) == 5
+    assert compiled == 5 + 2  # a fork, and a slot's tables
+    mixes = [
+        {"temperature": t, "logprobs": n, "presence_penalty": p}
+        for t in (0.0, 1.0)
+        for n in (None, 2)
+        for p in (0.0, 1.0)
+    ]
     for total in range(1, 318):
         served.engine.add_request(
             f"{total}",
             [total % 97] * total,
-            SamplingParams(max_tokens=1, **mixes[total % 4]),
+            SamplingParams(max_tokens=1, **mixes[total % 8]),
         )
         served.finish()
     for i in range(64):  # and mixed with one another
-        params = SamplingParams(max_tokens=5, **mixes[i % 4])
+        params = SamplingParams(max_tokens=5, **mixes[i % 8])
         served.engine.add_request(f"together {i}", [i] * (5 * i + 1), params)
     served.finish()
     assert executor.compiles == compiled

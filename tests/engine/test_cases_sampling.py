@@ -16,7 +16,8 @@ from tests.engine.harness import (
     jax_executor,
     preempt,
 )
-from tests.serving import direct, direct_random
+from tests.processing import Numbers, process
+from tests.serving import Job, direct, direct_random, draw, hash_logits
 
 STEPS = pytest.mark.parametrize("steps", [1, 4])
 
@@ -226,3 +227,77 @@ def test_sa7_through_a_preemption() -> None:
         served.finish()
         assert served.tokens("r") == direct(range(11, 17), 5)
         assert served.reason("r") == "stop"
+
+
+FIELDS = {
+    "repetition_penalty": 4.0,
+    "frequency_penalty": -2.0,
+    "presence_penalty": -1.0,
+    "logit_bias": {40: 6.0},
+    "bad_words": ["32", "66 46", "17 17"],
+    "allowed_token_ids": range(10, 97),
+    "prompt_logprobs": 1,
+}
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap", "disk"])
+@pytest.mark.parametrize(("steps", "launches"), [(1, 1), (4, 2)])
+def test_fields_see_the_whole_context_after_a_preemption(
+    mode: str, steps: int, launches: int
+) -> None:
+    """Counts of prompt and output are there again, and scores are told once."""
+    shape = dataclasses.replace(
+        JAX,
+        preemption_mode=mode,
+        num_swap_blocks=20,
+        num_disk_blocks=20,
+        num_scheduler_steps=steps,
+        launches_in_flight=launches,
+        max_chunk_tokens=4,
+    )
+    job = Job(list(range(11, 29)), 18, seed=3, fields=FIELDS)
+    served = Served(
+        shape, policy=by_priority(), executor=jax_executor(), tokenizer=Numbers()
+    )
+    for i in range(8):
+        served.add(f"mate {i}", [i], 40, priority=-1)
+    served.engine.add_request("r", job.prompt, job.params)
+    served.until(lambda: bool(served.of("admitted", "r")))
+    preempt(served)  # in the middle of its prompt
+    for count in (1, 8):
+        served.until(lambda n=count: len(served.tokens("r")) >= n)
+        preempt(served)
+    served.finish()
+    ways = [event.data["mode"] for event in served.of("preempted", "r")]
+    assert len(ways) >= 2 and mode in ways
+    assert served.tokens("r") == job.expected()
+    assert served.tokens("r") != Job(job.prompt, 18, seed=3).expected()
+    job.check_scores(served.outputs["r"])
+
+
+@pytest.mark.parametrize("field", ["repetition_penalty", "presence_penalty"])
+def test_penalties_see_what_the_prefix_cache_held(field: str) -> None:
+    """A cached prefix is in no chunk of the request that finds it."""
+    value = {"repetition_penalty": 9.0, "presence_penalty": -2.0}[field]
+    prompt = [*range(20), 3, 4]
+    served = Served(JAX, executor=jax_executor())
+    served.run("first", prompt, 4)
+    job = Job(prompt, 12, seed=1, fields={field: value})
+    served.engine.add_request("r", job.prompt, job.params)
+    served.finish()
+    assert served.outputs["r"].num_cached_tokens == 20
+    assert served.tokens("r") == job.expected()
+    if field == "repetition_penalty":  # blind to the cached part, it draws another
+        blind = Job(prompt[20:], 12, seed=1, fields={field: value})
+        assert processed_without(blind, prompt) != job.expected()
+
+
+def processed_without(blind: Job, prompt: list[int]) -> list[int]:
+    """The output if the penalties saw only `blind.prompt` of the prompt."""
+    out: list[int] = []
+    while len(out) < blind.max_tokens:
+        context = [*prompt, *out]
+        penalties = (blind.fields["repetition_penalty"], 0.0, 0.0)
+        logits = process(hash_logits(context), blind.prompt, out, penalties=penalties)
+        out.append(draw(logits, blind.seed, len(context)))
+    return out

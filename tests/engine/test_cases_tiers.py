@@ -14,6 +14,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +22,12 @@ from pathlib import Path
 import pytest
 
 from jaxserve import EngineConfig
+from jaxserve import engine as engine_module
 from jaxserve.executors import disk as disk_module
 from jaxserve.executors.jax_executor import JaxExecutor, open_store
 from jaxserve.executors.link import LinkCost
 from jaxserve.kv_tiers.disk_store import DiskStore
+from jaxserve.models.hash_model import HashModel
 from tests.engine.harness import JAX, SIM_C, Served, by_priority, config, serve
 from tests.serving import direct, workload
 
@@ -391,7 +394,7 @@ def test_pc7_other_weights_find_nothing_in_any_tier(room: str) -> None:
     assert served.run("2", short, 1).num_cached_tokens == 8
     served.add("mid", PROMPT, 12)
     served.until(lambda: len(served.tokens("mid")) == 4)
-    served.engine.set_weight_version(1)
+    served.engine.update_params(HashModel().init_params(), "keep")
     stats = served.stats()
     assert stats["host_cached_blocks"] == stats["disk_blocks"] == 0
     assert served.run("3", short, 1).num_cached_tokens == 0
@@ -411,8 +414,8 @@ def test_weights_of_another_version_do_not_read_each_other_s_files(
     first.engine.close()
     assert len(files(tmp_path)) == 4
     second = on_disk(tmp_path)
-    second.engine.set_weight_version(7)
-    assert not files(tmp_path) or second.stats()["disk_blocks"] == 0
+    second.engine.update_params(HashModel().init_params())
+    assert second.stats()["disk_blocks"] == 0
     assert second.run("a", PROMPT, 1).num_cached_tokens == 0
     second.engine.close()
 
@@ -452,3 +455,21 @@ def test_a_quota_is_kept_and_children_leave_before_parents(tmp_path: Path) -> No
     again = on_disk(tmp_path, shape)
     last = again.run("last", [45] * 17, 1)
     assert last.num_cached_tokens == 16
+
+
+def test_a_disk_that_hangs_does_not_keep_the_engine_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(engine_module, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(DiskStore, "_write", lambda *args: hangs.wait())
+    shape = dataclasses.replace(THROUGH, transfer_timeout_s=0.1)
+    served = on_disk(tmp_path, shape, cost=None)
+    served.add("a", PROMPT, 3)
+    served.until(lambda: not served.engine.has_unfinished_requests())
+    assert served.tokens("a") == direct(PROMPT, 3)
+    with pytest.raises(TimeoutError, match="blocks have been on their way to disk"):
+        served.engine.settle_tiers()
+    with pytest.warns(UserWarning, match="the engine is closed anyway"):
+        served.engine.close()
+    hangs.set()

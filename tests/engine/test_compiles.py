@@ -9,6 +9,7 @@ from jaxserve import Engine, EngineConfig, SamplingParams
 from jaxserve.config import bucket
 from jaxserve.executors.jax_executor import JaxExecutor
 from jaxserve.models.hash_model import HashModel
+from tests.processing import Numbers
 
 CONFIG = EngineConfig(
     block_size=4,
@@ -27,7 +28,7 @@ CONFIG = EngineConfig(
 def warm_engine() -> Engine:
     # Its own eos_ids keep this engine's programs apart from every other test's.
     model = HashModel(eos_ids=(91, 92, 93))
-    engine = Engine(model, model.init_params(), CONFIG)
+    engine = Engine(model, model.init_params(), CONFIG, tokenizer=Numbers())
     assert isinstance(engine.executor, JaxExecutor)
     engine.executor.warmup(iter, transfers=True)
     return engine
@@ -36,7 +37,8 @@ def warm_engine() -> Engine:
 def test_warm_up_compiles_the_listed_set(warm_engine: Engine) -> None:
     shape = warm_engine.shape
     both_ways = 2 * len(shape.transfer_buckets)
-    assert warm_engine.stats()["compiles"] == len(shape.launch_shapes()) + both_ways
+    launches, others = len(shape.launch_shapes()), 2  # a fork, a slot's tables
+    assert warm_engine.stats()["compiles"] == launches + both_ways + others
 
 
 @pytest.mark.parametrize("launches", [1, 2])
@@ -48,6 +50,21 @@ def test_nothing_compiles_after_warm_up(warm_engine: Engine, launches: int) -> N
         for temperature in (0.0, 1.0)
         for logprobs in (None, 0, 2)
         for more in ({}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}, {"seed": 7})
+    ]
+    variants += [
+        SamplingParams(temperature=float(i % 2), **more)
+        for i, more in enumerate(
+            (
+                {"logit_bias": {3: 1.0}},
+                {"allowed_token_ids": range(9)},
+                {"bad_words": ["1", "2 3"]},
+                {"repetition_penalty": 2.0},
+                {"presence_penalty": 1.0, "frequency_penalty": -1.0},
+                {"prompt_logprobs": 2},
+                {"prompt_logprobs": 0, "logprobs": 1, "min_tokens": 1},
+                {"stop": "9 ", "include_stop_str_in_output": True},
+            )
+        )
     ]
     for i in range(160):
         prompt = rng.integers(0, 97, size=rng.integers(1, 29)).tolist()

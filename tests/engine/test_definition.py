@@ -27,6 +27,7 @@ from tests.engine.harness import (
     sim_executor,
     truths,
 )
+from tests.processing import Numbers
 from tests.serving import EOS, Job, Run
 
 MODEL_LEN, ROWS = 64, 44  # no prompt and output of these jobs has more KV rows
@@ -87,6 +88,8 @@ class Setting:
             rng.randint(3, 16),
             spread_s=rng.choice([0.0, 0.3, 1.0]),
             aborts=rng.random() < 0.4,
+            kinds=True,
+            fields=True,
         )
         few = rng.random() < 0.4  # all of a few prompts, whole blocks often
         return cls(
@@ -98,7 +101,13 @@ class Setting:
         )
 
     def run(self, **executor) -> Run:
-        served = Served(self.config, policy=self.policy, eos=self.eos, **executor)
+        served = Served(
+            self.config,
+            policy=self.policy,
+            eos=self.eos,
+            tokenizer=Numbers(),
+            **executor,
+        )
         return serve(served, self.jobs, resets=self.resets)
 
 
@@ -112,6 +121,7 @@ def check_outputs(setting: Setting, run: Run) -> None:
             stopped = expected[-1] in setting.eos
             assert completion.finish_reason == ("stop" if stopped else "length")
         assert completion.token_ids == expected
+        job.check_scores(run.outputs[f"{i}"])
 
 
 def check_launches(setting: Setting, run: Run) -> None:

@@ -70,7 +70,7 @@ def check(combination: dict, seeds: range, requests: int) -> None:
     preemptions = 0
     for seed in seeds:
         aborts = seed % 2 == 1
-        jobs = serving.workload(seed, requests, aborts=aborts)
+        jobs = serving.workload(seed, requests, aborts=aborts, kinds=True, fields=True)
         run = serving.drive(jobs, config, eos=EOS)
         for i, job in enumerate(jobs):
             completion = run.outputs[str(i)].outputs[0]
@@ -82,6 +82,7 @@ def check(combination: dict, seeds: range, requests: int) -> None:
                 stopped = expected[-1] in EOS
                 assert completion.finish_reason == ("stop" if stopped else "length")
             assert completion.token_ids == expected, f"request {i} of seed {seed}"
+            job.check_scores(run.outputs[str(i)])
         stats = run.engine.stats()
         assert run.engine.holds_nothing()
         assert stats["host_blocks"] == stats["host_cached_blocks"]

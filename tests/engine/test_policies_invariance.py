@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from jaxserve import RequestOutput
 from jaxserve.executors.sim_executor import Truth
 from jaxserve.scheduling.policies import POLICIES, get_policy
 from tests import serving
@@ -57,7 +58,7 @@ PRODUCT, COVER = test_invariance.product(FACTORS), test_invariance.pairwise(FACT
 @functools.cache
 def workload(seed: int) -> tuple[list[serving.Job], list[list[int]]]:
     """Jobs, a fifth of them aborted under odd seeds; and each one's whole output."""
-    jobs = serving.workload(seed, 20, aborts=seed % 2 == 1)
+    jobs = serving.workload(seed, 20, aborts=seed % 2 == 1, kinds=True, fields=True)
     return jobs, [job.expected(EOS) for job in jobs]
 
 
@@ -86,7 +87,7 @@ def run(combination: dict, seed: int, *, simulate: bool = False) -> serving.Run:
             cache_salt=job.salt,
             prompt=("answer briefly", "explain in detail")[i % 2],
         )
-    outputs = {}
+    outputs: dict[str, RequestOutput] = {}
     for step in itertools.count():
         if not engine.has_unfinished_requests():
             return serving.Run(engine, recorder, outputs, events)
@@ -94,7 +95,8 @@ def run(combination: dict, seed: int, *, simulate: bool = False) -> serving.Run:
         for i, job in enumerate(jobs):
             if job.abort_after == step:
                 engine.abort_request(str(i))
-        outputs |= {output.request_id: output for output in engine.step()}
+        for output in engine.step():
+            serving.keep(outputs, jobs, output)
     raise AssertionError("not reached")
 
 
@@ -120,6 +122,7 @@ def check_run(combination: dict, seed: int) -> int:
             why = "stop" if tokens[-1] in EOS else "length"
             assert completion.finish_reason == why
         assert completion.token_ids == tokens, f"request {i} of seed {seed}"
+        jobs[i].check_scores(done.outputs[str(i)])
     engine, config = done.engine, done.engine.config
     engine.settle_tiers()
     assert engine.holds_nothing()

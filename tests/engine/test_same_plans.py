@@ -70,7 +70,7 @@ def test_both_executors_get_the_same_plans(
     )
     preemptions, kept, restored = 0, 0, 0
     for seed in range(3):
-        jobs = serving.workload(seed, 25, aborts=seed == 2)
+        jobs = serving.workload(seed, 25, aborts=seed == 2, fields=True)
         real, _ = compare(jobs, config)
         preemptions += int(real.engine.stats()["preemptions"])
         stats = real.engine.stats()

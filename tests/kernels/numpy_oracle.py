@@ -16,6 +16,7 @@ def paged_attention(
     cu_q_lens: np.ndarray,  # i32[R + 1]
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> np.ndarray:  # f64[T, Hq, D]; NaN where no rule fixes the value
     """The value of every token that belongs to a row with KV; NaN for the rest."""
     _, query_heads, _ = q.shape
@@ -32,6 +33,8 @@ def paged_attention(
             for head in range(query_heads):
                 kv_head = head * kv_heads // query_heads
                 logits = k[seen, kv_head] @ q[token, head].astype(np.float64) * scale
+                if soft_cap is not None:
+                    logits = soft_cap * np.tanh(logits / soft_cap)
                 weights = np.exp(logits - logits.max())
                 out[token, head] = weights @ v[seen, kv_head] / weights.sum()
     return out

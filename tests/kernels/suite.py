@@ -6,12 +6,13 @@ The oracle is float64 NumPy. All KV rows that no token may see are NaN in every 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_attention
+from pallas_kernels import EVERYTHING, paged_attention
 from tests.kernels import numpy_oracle
 from tests.kernels.batches import Batch, Shape, make_batch, part_of
 from tests.kernels.cases import CASES, FULL, MANY, MIXED, SHAPES, SHARED
@@ -27,6 +28,7 @@ class AttentionSuite:
     """Subclass it as `Test...` and name the implementation."""
 
     implementation: str
+    caps_logits: bool = True
 
     def attend(self, batch: Batch, window: int | None = None) -> np.ndarray:
         """f32[T, Hq, D] of the implementation under test."""
@@ -34,10 +36,15 @@ class AttentionSuite:
 
     def check(self, batch: Batch, atol: float, window: int | None = None) -> None:
         """Compare with the oracle; tokens without a defined value must be finite."""
+        self.compare(self.attend(batch, window), batch, atol, window=window)
+
+    def compare(
+        self, actual: np.ndarray, batch: Batch, atol: float, **options: Any
+    ) -> None:
+        """Compare an outcome with the oracle's."""
         expected = numpy_oracle.paged_attention(
-            *batch[:-1], scale=_scale(batch), window=window
+            *batch[:-1], scale=_scale(batch), **options
         )
-        actual = self.attend(batch, window)
         assert np.isfinite(actual).all()
         defined = ~np.isnan(expected)
         np.testing.assert_allclose(
@@ -126,11 +133,47 @@ class AttentionSuite:
         batch = make_batch(shape, [1, 1, 1, 1, 40, 3, 1, 11], kv_lens)
         self.check(batch, tolerance(shape), window)
 
-    def test_rows_that_share_blocks_may_see_a_window(self):
+    @pytest.mark.parametrize("traced", [False, True])
+    def test_rows_that_share_blocks_may_see_a_window(self, traced):
         """It cuts the longer rows' view of what they share, not the shorter ones'."""
         shape, q_lens, kv_lens, shared = SHARED["by rows far apart"]
         batch = make_batch(shape, q_lens, kv_lens, shared=shared)
-        self.check(batch, tolerance(shape), 300)
+        if not traced:
+            self.check(batch, tolerance(shape), 300)
+            return
+        attend = _attend_traced(self.implementation)
+        for window in (300, 10, EVERYTHING):
+            out = np.asarray(attend(np.int32(window), *batch))
+            self.compare(out, batch, tolerance(shape), window=window)
+
+    @pytest.mark.parametrize("window", [1, 16, 100, EVERYTHING])
+    def test_the_window_may_be_known_at_run_time_only(self, window):
+        kv_lens = [63, 160, 0, MIXED.capacity, 200, 3, 129, 75]
+        batch = make_batch(MIXED, [1, 1, 1, 1, 40, 3, 1, 11], kv_lens)
+        out = _attend_traced(self.implementation)(np.int32(window), *batch)
+        self.compare(np.asarray(out), batch, tolerance(MIXED), window=window)
+
+    @pytest.mark.parametrize(
+        "name", ["by decode rows and chunks", "by groups, in part"]
+    )
+    def test_logits_may_be_capped(self, name):
+        """In all three walks: what rows share, decode rows, and chunks."""
+        shape, q_lens, kv_lens, shared = SHARED[name]
+        batch = make_batch(shape, q_lens, kv_lens, shared=shared)
+        batch = batch._replace(q=batch.q * np.float32(4))
+        cap = 2.0
+        attend = functools.partial(
+            paged_attention,
+            scale=_scale(batch),
+            soft_cap=cap,
+            implementation=self.implementation,
+        )
+        if not self.caps_logits:
+            with pytest.raises(NotImplementedError, match=r"soft_cap=2\.0"):
+                attend(*batch)
+            return
+        out = np.asarray(jax.jit(lambda *args: attend(*args))(*batch))
+        self.compare(out, batch, tolerance(shape), soft_cap=cap)
 
     def test_large_logits_do_not_overflow(self):
         batch = make_batch(MIXED, [1, 1, 20], [200, 3, 20])
@@ -164,6 +207,20 @@ class AttentionSuite:
 
 def _scale(batch: Batch) -> float:
     return batch.q.shape[-1] ** -0.5
+
+
+@functools.cache
+def _attend_traced(implementation: str):
+    def attend(window, q, *rest):
+        return paged_attention(
+            q,
+            *rest,
+            scale=q.shape[-1] ** -0.5,
+            window=window,
+            implementation=implementation,
+        )
+
+    return jax.jit(attend)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ def _refuse(reason):
 
 
 def _accept(value):
-    def attend(q, *args, scale, window):
+    def attend(q, *args, scale, **options):
         return jnp.full_like(q, value * scale)
 
     return attend
@@ -97,3 +97,17 @@ def test_bad_arguments_are_named(batch, change, message):
 def test_a_window_that_leaves_out_the_token_itself_is_refused(batch, window):
     with pytest.raises(ValueError, match=f"window={window} must be at least 1"):
         paged_attention(*batch, scale=1.0, window=window)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"window": jnp.zeros(1, jnp.int32)}, r"window of int32\[1\] must be i32\[\]"),
+        ({"window": jnp.float32(3)}, r"window of float32\[\] must be i32\[\]"),
+        ({"soft_cap": 0.0}, r"soft_cap=0\.0 must be above 0"),
+        ({"soft_cap": float("nan")}, "soft_cap=nan must be above 0"),
+    ],
+)
+def test_options_without_a_meaning_are_named(batch, option, message):
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*batch, scale=1.0, **option)

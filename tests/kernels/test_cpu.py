@@ -9,3 +9,4 @@ from tests.kernels.suite import AttentionSuite
 @needs_cpu_kernels
 class TestCpu(AttentionSuite):
     implementation = "cpu"
+    caps_logits = False

@@ -36,6 +36,10 @@ def _swiglu(x, weight):
     return gate / (1 + np.exp(-gate)) * up
 
 
+def _gelu_tanh(x):
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
 def _check(actual, expected, x, weight):
     """Compare, with room for a few roundings of the sums' largest parts."""
     room = 8 * 2.0**-24 * _product(np.abs(x), np.abs(weight))
@@ -73,6 +77,22 @@ class TestSizes:
         np.testing.assert_allclose(
             np.asarray(actual, np.float64),
             _swiglu(x, weight[0]),
+            rtol=rounding,
+            atol=2.0**-18,
+        )
+
+    def test_gated_linear_gates_with_gelu(self, inner, columns, dtype):
+        weight = _weights(1, inner, columns, dtype)
+        x = _rows(ROWS, inner) / np.float32(inner**0.5)
+        actual = packed.gated_linear(
+            x, pack(jnp.asarray(weight), gated=True), 0, activation="gelu_tanh"
+        )
+        assert actual.dtype == dtype
+        gate, up = np.split(_product(x, weight[0]), 2, axis=1)
+        rounding = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-18
+        np.testing.assert_allclose(
+            np.asarray(actual, np.float64),
+            _gelu_tanh(gate) * up,
             rtol=rounding,
             atol=2.0**-18,
         )
@@ -143,6 +163,7 @@ def test_rows_that_do_not_count_change_nothing(dtype, rows):
         lambda x, *rows: packed.linear(x, weight, 1, *rows),
         lambda x, *rows: packed.add_linear(x + 1, x, weight, 1, *rows),
         lambda x, *rows: packed.gated_linear(x, pair, 1, *rows),
+        lambda x, *rows: packed.gated_linear(x, pair, 1, *rows, activation="gelu_tanh"),
         lambda x, *rows: packed.rms_norm(x, scales, 1, 1e-5, weight, *rows),
     ):
         x[rows:] = np.nan
@@ -167,3 +188,13 @@ def test_rms_norm_scales_rows_to_unit_mean_square(dtype):
     expected = x / np.sqrt(mean_square + 1e-5) * scales[2]
     rtol = 2.0**-8 if dtype == jnp.bfloat16 else 1e-6
     np.testing.assert_allclose(np.asarray(actual, np.float32), expected, rtol=rtol)
+
+
+def test_normalize_keeps_float32():
+    x, scales = _rows(ROWS, 48) * np.float32(30), _rows(3, 48)
+    actual = packed.normalize(x, scales, 1, 1e-5, jnp.float32)
+    mean_square = np.mean(np.square(x.astype(np.float64)), axis=1, keepdims=True)
+    expected = x / np.sqrt(mean_square + 1e-5) * scales[1]
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="rows of a multiple of 16"):
+        packed.normalize(x[:, :40], scales[:, :40], 1, 1e-5, jnp.float32)

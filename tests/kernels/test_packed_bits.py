@@ -34,7 +34,9 @@ def _jitted(x, y, plain, gated):
         packed.linear(x, plain, 1),
         packed.add_linear(y, x, plain, 1),
         packed.gated_linear(x, gated, 1).astype(jnp.float32),
+        packed.gated_linear(x, gated, 1, None, "gelu_tanh").astype(jnp.float32),
         packed.rms_norm(x, jnp.ones((1, INNER)), 0, 1e-5, plain).astype(jnp.float32),
+        packed.normalize(x, jnp.ones((1, INNER)), 0, 1e-5, jnp.float32),
     )
 
 
@@ -79,7 +81,7 @@ def test_nan_is_passed_on(dtype):
 def test_nan_of_the_residual_stays_where_it_is(dtype):
     x, y = _random(3, INNER), _random(3, COLUMNS)
     y[1, 40] = np.nan
-    _, added, _, _ = _layers(x, y, dtype)
+    _, added, *_ = _layers(x, y, dtype)
     np.testing.assert_array_equal(np.isnan(added), np.isnan(y))
 
 
@@ -113,3 +115,30 @@ def test_a_gate_of_any_size_has_the_value_of_silu(gate, silu, dtype):
     actual = np.asarray(packed.gated_linear(x, weight, 0), np.float64)
     rtol = 2.0**-7 if dtype == jnp.bfloat16 else 1e-6
     np.testing.assert_allclose(actual, 2 * silu, rtol=rtol, atol=5e-8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("gate", "gelu"),
+    [
+        (1e4, 1e4),
+        (1.0, 0.8411919906082768),
+        (-1.0, -0.15880800939172324),
+        (-3.0, -0.0036373920817729943),
+        (-1e4, 0.0),
+        (-1e30, 0.0),
+        (3e38, 3e38),
+        (-3e38, 0.0),
+    ],
+)
+def test_a_gate_of_any_size_has_the_value_of_gelu(gate, gelu, dtype):
+    """In its tanh approximation, times 1/2 of the other half."""
+    weight = np.zeros((1, 32, 32), np.float32)
+    weight[0, 0, :16] = weight[0, 1, 16:] = 1
+    x = np.zeros((1, 32), np.float32)
+    x[0, :2] = gate, 0.5
+    weight = packed.pack(jnp.asarray(weight, dtype), gated=True)
+    actual = packed.gated_linear(x, weight, 0, activation="gelu_tanh")
+    rtol = 2.0**-6 if dtype == jnp.bfloat16 else 1e-6
+    actual = np.asarray(actual, np.float64)
+    np.testing.assert_allclose(actual, gelu / 2, rtol=rtol, atol=5e-8)

@@ -32,9 +32,14 @@ def forward(decoder: Decoder) -> Any:
 def _forward(decoder: Decoder, kernels_off: str | None) -> Any:
     del kernels_off
     return jax.jit(
-        lambda params, pages, batch: decoder.forward(params, pages, batch),
+        functools.partial(_logits, decoder),
         donate_argnums=1,
     )
+
+
+def _logits(decoder: Decoder, params: Any, pages: Any, batch: Batch, index: Any):
+    hidden, pages = decoder.forward(params, pages, batch)
+    return decoder.logits(params, hidden, index, jnp.int32(len(index))), pages
 
 
 class PagedRun:
@@ -65,14 +70,14 @@ class PagedRun:
         self._blocks: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
 
-    def batch(self, new: Mapping[str, Sequence[int]], every: bool) -> Batch:
+    def batch(self, new: Mapping[str, Sequence[int]]) -> Batch:
         """The batch that appends `new` tokens to each sequence, decode rows first."""
         names = sorted(new, key=lambda name: len(new[name]) != 1)  # stable
         size, rows, absent = self.tokens, self.rows, self.num_blocks
         tokens, positions = np.zeros((2, size), np.int32)
         write = np.full(size, absent, np.int32)
         table = np.full((rows, self.columns), absent, np.int32)
-        kv_lens, last = np.zeros((2, rows), np.int32)
+        kv_lens = np.zeros(rows, np.int32)
         cu = np.zeros(rows + 1, np.int32)
         at = 0
         for row, name in enumerate(names):
@@ -89,7 +94,6 @@ class PagedRun:
             kv_lens[row] = self.lengths[name] = stop
             at += len(new[name])
             cu[row + 1 :] = at
-            last[row] = at - 1
         return Batch(
             tokens=jnp.asarray(tokens),
             positions=jnp.asarray(positions),
@@ -98,21 +102,23 @@ class PagedRun:
             kv_lens=jnp.asarray(kv_lens),
             cu_q_lens=jnp.asarray(cu),
             num_decode=jnp.int32(sum(len(ids) == 1 for ids in new.values())),
-            # Logits are asked for by row; rows without tokens can ask for any token.
-            logit_index=jnp.asarray(np.arange(rows, dtype=np.int32) if every else last),
             num_tokens=jnp.int32(cu[-1]),
-            num_logits=jnp.int32(rows),
         )
 
     def step(
         self, new: Mapping[str, Sequence[int]], *, every: bool = True
     ) -> dict[str, np.ndarray]:
         """Append tokens; f32[n, V] logits of each sequence's new tokens, or f32[V]."""
-        batch = self.batch(new, every)
-        logits, self.pages = forward(self.decoder)(self.params, self.pages, batch)
-        logits = np.asarray(logits)
-        assert np.isfinite(logits).all()
+        batch = self.batch(new)
+        index = jnp.arange(self.rows, dtype=jnp.int32)
+        if not every:  # the last token of each row
+            index = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
+        run = forward(self.decoder)
+        logits, self.pages = run(self.params, self.pages, batch, index)
         names = sorted(new, key=lambda name: len(new[name]) != 1)
+        # What padding holds is undefined.
+        logits = np.asarray(logits)[: int(batch.num_tokens) if every else len(names)]
+        assert np.isfinite(logits).all()
         if not every:
             return {name: logits[row] for row, name in enumerate(names)}
         out, at = {}, 0

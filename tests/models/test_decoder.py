@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.models import load
-from jaxserve.models.decoder import Decoder, DecoderConfig
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.decoder_config import DecoderConfig
 from pallas_kernels import cpu
 from pallas_kernels.cpu import PANEL
 from pallas_kernels.packed import Packed
@@ -132,14 +133,15 @@ def test_any_schedule(seed):
 def test_padding_is_finite_and_writes_nothing():
     decoder, params, _ = loaded("tiny_llama")
     run = PagedRun(decoder, params)
-    batch = run.batch({"decode": [3], "chunk": [5, 6, 7]}, every=True)
+    batch = run.batch({"decode": [3], "chunk": [5, 6, 7]})
     # An idle decode row in front: one token, nothing to attend to, nothing to write.
     idle = batch._replace(
         kv_lens=batch.kv_lens.at[0].set(0),
         write_block=batch.write_block.at[0].set(run.num_blocks),
     )
     before = np.asarray(run.pages["kv"])
-    logits, pages = forward(decoder)(params, run.pages, idle)
+    every = np.arange(run.rows, dtype=np.int32)
+    logits, pages = forward(decoder)(params, run.pages, idle, every)
     after = np.asarray(pages["kv"])
     assert np.isfinite(np.asarray(logits)).all()
     layers, block = decoder.config.num_layers, int(batch.write_block[1])
@@ -151,7 +153,7 @@ def test_padding_is_finite_and_writes_nothing():
 
 def test_the_cache_is_never_copied():
     decoder, params, _ = loaded("tiny_llama")
-    batch = PagedRun(decoder, params).batch({"a": [1, 2, 3]}, every=False)
+    batch = PagedRun(decoder, params).batch({"a": [1, 2, 3]})
     temporary = []
     for num_blocks in (1000, 4000):
         pages = decoder.page_shapes(num_blocks, 4)
@@ -166,10 +168,10 @@ def test_the_cache_is_never_copied():
 def test_kernels_are_given_valid_pages_of_their_layer(monkeypatch):
     decoder, params, _ = loaded("tiny_llama")
     run = PagedRun(decoder, params, tokens=8)
-    batch = run.batch({"a": [1, 2, 3]}, every=False)
+    batch = run.batch({"a": [1, 2, 3]})
     tables = []
 
-    def attend(qkv, cos, sin, pages, page_ids, offsets, table, *rest, scale):
+    def attend(qkv, cos, sin, pages, page_ids, offsets, table, *rest, **options):
         tables.append(np.asarray(table))
         return qkv[:, : decoder.config.num_heads], pages
 
@@ -217,7 +219,10 @@ def test_bfloat16_holds_bfloat16_weights_and_pages():
     ("change", "message"),
     [
         ({"num_heads": 3}, "num_heads=3 must be a multiple of num_kv_heads=2"),
-        ({"head_dim": 18}, "rope_frequencies has 8 entries and head_dim=18 needs 9"),
+        ({"head_dim": 18}, "rope has 8 frequencies and head_dim=18 needs 9"),
+        ({"layer_kinds": (0,)}, "layer_kinds has 1 entries .* num_layers=2"),
+        ({"layer_kinds": (0, 1)}, r"layer_kinds=\(0, 1\) must index the 1 kinds given"),
+        ({"attention": ()}, "layer_kinds has 0 entries for 0 kinds"),
         ({"dtype": "float16"}, "dtype='float16' must be 'bfloat16' or 'float32'"),
     ],
 )

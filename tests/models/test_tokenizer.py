@@ -259,6 +259,22 @@ def test_loop_controls_and_dates():
     assert len(year) == 4 and year.isdigit()
 
 
+def test_marks_for_training_are_left_out():
+    # As in templates that serve for fine-tuning too.
+    template = (
+        "{% for m in messages %}A:{% generation %}{% set said = m.content %}"
+        "{{ said }}!{% endgeneration %}{{ said }}{% endfor %}"
+    )
+    assert chat_template.render(template, HI) == "A:hi!"
+
+
+def test_tools_that_nobody_gave_are_none():
+    # As some of Mistral's templates ask, without asking whether they are defined.
+    template = "{% if tools is not none %}TOOLS {% endif %}{{ messages[0].content }}"
+    assert chat_template.render(template, HI) == "hi"
+    assert chat_template.render(template, HI, tools=[]) == "TOOLS hi"
+
+
 def test_variables_and_other_fields_reach_the_template():
     template = "{{ messages[0].name }} {{ thinking }} {{ add_generation_prompt }}"
     messages = [{**HI[0], "name": "Ada"}]

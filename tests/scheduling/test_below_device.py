@@ -302,7 +302,7 @@ class World:
             self.step(0, everything=True)
         tiers, machine = self.tiers, self.machine
         assert self.space.holds_nothing() and self.incoming.holds_nothing()
-        assert tiers.holds_nothing() and not tiers.busy and not machine.busy
+        assert tiers.holds_nothing() and not tiers.under_way and not machine.busy
         cached = [tiers.host.payload(each.key) for each in tiers.host.labels()]
         assert sorted(machine.host) == sorted(
             name for name in cached if name is not None

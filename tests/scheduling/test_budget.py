@@ -96,9 +96,7 @@ def test_what_a_release_would_give_is_what_it_gives(seed: int) -> None:
     jobs = serving.workload(seed, 16, spread_s=0.2)
     jobs += rng.choices(jobs[:3], k=8)  # the same prompts at the same time
     for i, job in enumerate(jobs):
-        served.engine.add_request(
-            f"{i}", job.prompt, job.params, arrival_time=job.arrival_s
-        )
+        served.submit(f"{i}", job.prompt, job.params, arrival_time=job.arrival_s)
     tried = 0
     while served.engine.has_unfinished_requests():
         served.step()

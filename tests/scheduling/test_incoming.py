@@ -90,7 +90,7 @@ class Below:
         assert self.incoming.holds_nothing() and self.tiers.holds_nothing()
         assert (len(self.tiers.host), len(self.tiers.disk)) == (host, disk)
         assert self.tiers.payloads.used("pool") == host
-        assert not self.tiers.busy
+        assert not self.tiers.under_way
 
 
 # All goes well ------------------------------------------------------------------------

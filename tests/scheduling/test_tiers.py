@@ -50,7 +50,7 @@ def test_what_leaves_the_device_goes_to_the_host() -> None:
     )
     assert tiers.find(keys("abc")) == on_host(1, 0)
     assert tiers.payloads.used("pool") == 2 and tiers.room_in_pool() == 3
-    assert not tiers.has_disk and not tiers.busy
+    assert not tiers.has_disk and not tiers.under_way
     assert evict(tiers, "ab") == Moves()  # under another handle: it is there
     # Full, then: the least recently used leaves, children before parents.
     assert evict(tiers, "x", "y") == Moves(
@@ -86,10 +86,10 @@ def test_what_leaves_the_host_goes_to_disk() -> None:
     assert (tiers.payloads.used("pool"), tiers.payloads.used("window")) == (1, 1)
     # On its way it cannot be had, and its payload is kept.
     assert tiers.place(key("a")) is None and tiers.is_coming(key("a"))
-    assert tiers.find(keys("a")) == [] and tiers.busy
+    assert tiers.find(keys("a")) == [] and tiers.under_way
     assert not tiers.has(Place("disk", label=label("a")))
     tiers.arrived(Arrived(done=(0,)))
-    assert tiers.find(keys("a")) == on_disk("a") and not tiers.busy
+    assert tiers.find(keys("a")) == on_disk("a") and not tiers.under_way
     assert tiers.has(Place("disk", label=label("a")))
     assert not tiers.is_coming(key("a")) and tiers.payloads.used("window") == 0
     assert tiers.counters.saved_blocks == 1 and tiers.has_chores
@@ -335,7 +335,7 @@ def test_a_save_that_failed_is_a_miss() -> None:
     assert tiers.counters.failed_saves == 1 and tiers.counters.saved_blocks == 0
     assert tiers.find(keys("a")) == [] and not tiers.is_coming(key("a"))
     assert (tiers.disk_used, tiers.payloads.used("window")) == (0, 0)
-    assert not tiers.busy
+    assert not tiers.under_way
     assert but_erasing(flushed(tiers, plan()), label("a")) == Moves(drop=(0,))
     assert evict(tiers, "a").save == (Save(1, label("a")),)  # it is tried again
 
@@ -355,7 +355,7 @@ def test_a_load_that_failed_is_a_miss_and_leaves_no_payload() -> None:
     tiers, built = Tiers(Payloads(1, window=2), 5, stored=stored("a", "x")), plan()
     assert tiers.load(built, label("a"), request=3) == 0
     assert flushed(tiers, built) == Moves(load=(Load(0, label("a")),))
-    assert tiers.payloads.used("window") == 1 and tiers.busy
+    assert tiers.payloads.used("window") == 1 and tiers.under_way
     assert not tiers.payloads.is_here(0) and tiers.payloads.holds(0)
     tiers.arrived(Arrived(failed=(0,)))
     assert tiers.counters.failed_loads == 1 and tiers.counters.loaded_blocks == 0

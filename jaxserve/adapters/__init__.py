@@ -1,0 +1,1 @@
+"""What other libraries ask of a model, answered by an engine; each needs its extra."""
