@@ -15,9 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
@@ -25,6 +22,7 @@ from absl import app, flags, logging
 from tqdm import tqdm
 
 from experiments import common
+from experiments.pictures import save
 from jaxserve import EngineConfig, Rollouts, SamplingParams
 from jaxserve.device.step import num_compiled
 from jaxserve.models.decoder import Decoder
@@ -175,9 +173,7 @@ def draw(runs: list[list[dict[str, Any]]], path: Path) -> None:
     axis.set(xlabel="update", ylabel="mean reward", ylim=(0, 1.02))
     axis.grid(alpha=0.3)
     axis.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(argv: list[str]) -> None:

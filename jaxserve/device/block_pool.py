@@ -1,9 +1,8 @@
 """Who owns which block: pure, shape-preserving functions over one pytree.
 
 Owns addresses: the free stack, refcounts, block tables and what each handle names.
-  Never
-sees tokens, requests or KV contents. Nothing is checked here: the caller guarantees
-room (`grow` never takes more than `num_free`), empty targets (`adopt`, `fork` and
+Never sees tokens, requests or KV contents. Nothing is checked here: the caller
+guarantees room (`grow` never takes more than `num_free`), empty targets (`adopt` and
 `publish` write columns and handles that are holes) and that an edit list names a target
 once.
 Axes: S slots, M columns, P blocks, H handles, R and K padded edit lists. Padding and
@@ -148,32 +147,6 @@ def retire(pool: BlockPool, handles: jax.Array) -> BlockPool:
     p = pool.refs.shape[0]
     pool = _disown(pool, pool.cache.at[handles].get(mode="fill", fill_value=p))
     return dataclasses.replace(pool, cache=pool.cache.at[handles].set(p, mode="drop"))
-
-
-def fork(
-    pool: BlockPool, src: jax.Array, dst: jax.Array, count: jax.Array
-) -> BlockPool:
-    """Empty slot dst[i] shares the first count[i] columns of slot src[i].
-
-    The shared columns must be backed by handles, or the host's count formula breaks;
-    the caller publishes them first.
-
-    Args:
-      src, dst, count: i32[R]; padding: dst = S.
-    """
-    p = pool.refs.shape[0]
-    m = pool.table.shape[1]
-    shared = jnp.arange(m, dtype=I32)[None, :] < count[:, None]  # [R, M]
-    real = (dst < pool.table.shape[0])[:, None]
-    block = jnp.where(
-        shared & real, pool.table.at[src].get(mode="fill", fill_value=p), p
-    )
-    return dataclasses.replace(
-        pool,
-        refs=pool.refs.at[block].add(1, mode="drop"),
-        table=pool.table.at[dst].set(block, mode="drop"),
-        held=pool.held.at[dst].set(count, mode="drop"),
-    )
 
 
 def check(pool: BlockPool) -> None:

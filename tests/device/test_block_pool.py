@@ -19,7 +19,7 @@ MAX_NEW = 3
 
 JITTED = {
     name: jax.jit(getattr(block_pool, name))
-    for name in ("release", "adopt", "publish", "retire", "fork")
+    for name in ("release", "adopt", "publish", "retire")
 }
 JITTED["grow"] = jax.jit(functools.partial(block_pool.grow, max_new=MAX_NEW))
 
@@ -127,25 +127,6 @@ class Model:
         for handle in handles:
             del self.cache[handle]
 
-    def fork(self) -> None:
-        named, pairs = set(self.cache.values()), []
-        empty = [slot for slot in range(S) if not self.tables[slot]]
-        for dst in self.rng.sample(empty, min(len(empty), R)):
-            src = self.rng.randrange(S)
-            shared = 0
-            while shared < len(self.tables[src]) and self.tables[src][shared] in named:
-                shared += 1
-            if src not in empty:
-                pairs.append((src, dst, self.rng.randint(min(1, shared), shared)))
-        self.pool = JITTED["fork"](
-            self.pool,
-            _padded([src for src, _, _ in pairs], R, self.rng.randrange(S + 1)),
-            _padded([dst for _, dst, _ in pairs], R, S),
-            _padded([count for _, _, count in pairs], R, self.rng.randint(0, M)),
-        )
-        for src, dst, count in pairs:
-            self.tables[dst] = self.tables[src][:count]
-
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_edits_agree_with_the_model_and_compile_once(seed: int) -> None:
@@ -197,7 +178,6 @@ def test_padding_writes_nothing_not_even_the_last_element() -> None:
         "publish": [_edits([])],
         "retire": [_padded([], K, H)],
         # Padding is known by dst alone: src and count may be anything.
-        "fork": [np.zeros(R, np.int32), _padded([], R, S), np.full(R, M, np.int32)],
     }
     assert padding.keys() == JITTED.keys()
     for name, arguments in padding.items():
