@@ -5,7 +5,7 @@
 Serves a workload under one policy until a moment, takes a snapshot of the engine, and
 goes on from it twice: under the same policy, and under another. Nothing else differs,
 so the difference of a request is the other policy's doing. Requests that ended before
-are left out.
+are left out; those that arrive later are in it.
 
 Simulated (an 8B model on one GPU), or with --live on SmolLM2 itself.
 
@@ -27,6 +27,7 @@ from experiments import common, live_runs
 from experiments.pictures import COLORS, save
 from jaxserve import Engine, EngineConfig
 from jaxserve.executors.cost_model import get_profile
+from jaxserve.metrics import RequestMetrics
 from jaxserve.scheduling.policies import Policy, get_policy
 from jaxserve.simulation import ended, simulated_engine
 from jaxserve.workloads import Workload, make_workload
@@ -41,6 +42,9 @@ _LIVE = flags.DEFINE_bool("live", False, "On SmolLM2 instead, in real time.")
 _OUT_DIR = flags.DEFINE_string("out_dir", "results", "Folder for lines and picture.")
 
 Begin = Callable[[Policy], Engine]
+
+STATES = BEGUN, WAITING, TO_COME = "begun", "waiting", "still to come"
+"""What a request can be at the snapshot; those that were preempted had begun."""
 
 
 def simulated(workload: Workload) -> Begin:
@@ -94,7 +98,7 @@ def run(begin: Begin, first: str, then: str, at_s: float) -> list[dict[str, Any]
             "request": index,
             "prompt_tokens": one.prompt_tokens,
             "output_tokens": one.output_tokens,
-            "began": one.admitted_s is not None and one.admitted_s <= snapshot.time_s,
+            "state": _state(one, snapshot.time_s),
             "first_e2e_s": one.e2e_s,
             "then_e2e_s": runs[1][index].e2e_s,
             "first_ttft_s": one.ttft_s,
@@ -105,8 +109,18 @@ def run(begin: Begin, first: str, then: str, at_s: float) -> list[dict[str, Any]
     ]
 
 
+def _state(request: RequestMetrics, time_s: float) -> str:
+    """What a request that had not ended was then."""
+    assert request.arrival_s is not None
+    if request.arrival_s > time_s:
+        return TO_COME
+    admitted_s = request.admitted_s
+    return BEGUN if admitted_s is not None and admitted_s <= time_s else WAITING
+
+
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Differences over all requests, and over the shorter and the longer half."""
+    """Differences over all requests, over the shorter and the longer half, and by what
+    they were at the snapshot."""
     median = statistics.median(row["output_tokens"] for row in rows)
     groups = {
         "all": list(rows),
@@ -114,6 +128,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             row for row in rows if row["output_tokens"] <= median
         ],
         "longer": [row for row in rows if row["output_tokens"] > median],
+        **{state: [row for row in rows if row["state"] == state] for state in STATES},
     }
     return [
         {
@@ -123,7 +138,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "later": sum(row["difference_s"] > 0 for row in group),
             "mean_s": statistics.fmean(row["difference_s"] for row in group),
             "median_s": statistics.median(row["difference_s"] for row in group),
-            "most_s": max(row["difference_s"] for row in group),
+            "best_s": min(row["difference_s"] for row in group),
+            "worst_s": max(row["difference_s"] for row in group),
         }
         for name, group in groups.items()
         if group
@@ -135,15 +151,14 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(11, 4.4), layout="constrained", sharey=True
     )
-    for began, color in ((True, COLORS[1]), (False, COLORS[2])):
-        mine = [row for row in rows if row["began"] == began]
-        label = "had begun at the snapshot" if began else "had not"
+    for label, color in zip(STATES, COLORS[1:], strict=False):
+        mine = [row for row in rows if row["state"] == label]
         x, y = ([row[f] for row in mine] for f in ("output_tokens", "difference_s"))
         left.scatter(x, y, s=14, color=color, alpha=0.7, label=label)
     left.set(xlabel="output tokens", xscale="log", ylabel="E2E, difference (s)")
-    left.legend()
+    left.legend(title="at the snapshot")
     ordered = sorted(row["difference_s"] for row in rows)
-    colors = [COLORS[3] if value < 0 else COLORS[4] for value in ordered]
+    colors = [COLORS[6] if value < 0 else COLORS[4] for value in ordered]
     right.bar(range(len(ordered)), ordered, width=1.0, color=colors)
     right.set(xlabel="requests, in order of their difference")
     for axis in (left, right):
@@ -160,6 +175,11 @@ def main(argv: list[str]) -> None:
     first, then, at_s = _FIRST.value, _THEN.value, _AT_S.value
     n, seed = _N.value, common.seed()
     workload = make_workload(_WORKLOAD.value, n=n, seed=seed, rate=_RPS.value)
+    try:  # before anything is run
+        for spec in (first, then):
+            get_policy(spec)
+    except ValueError as error:
+        raise app.UsageError(str(error)) from error
     begin = live(short(workload)) if _LIVE.value else simulated(workload)
     rows = run(begin, first, then, at_s)
     out = Path(_OUT_DIR.value)

@@ -2,13 +2,17 @@
 
 Loads and warms up first, and prints how long that took. Rounds are interleaved: in each
 of them every system serves every workload once, so that all meet the same disturbances
-of the machine. Prints a JSON line a run, and a table with each system's median, best,
-CPU time, time to first token and peak memory, and jaxserve's speed over the system's
-round by round; then how far each workload is from what memory alone allows.
+of the machine. jaxserve begins each round with one that is not timed, since a peer that
+has just started warms up too.
 
-A peer is a command in an environment of its own. It is started once a round, serves
-the workloads in place of {workloads}, as in P1,P2, and prints a JSON object a line for
-each: `workload`, `out_tps`, and if it likes `cpu_s`, `ttft_p50_ms` and `peak_rss_mb`.
+Prints a JSON line a run, and a table with each system's median, best, CPU time, time to
+first token and peak memory, and jaxserve's speed over the system's round by round; then
+how far each workload is from what memory alone allows.
+
+A peer is a command in an environment of its own. It is started once a round, warms up,
+serves the workloads in place of {workloads}, as in P1,P2, and prints a JSON object a
+line for each: `workload`, `out_tps`, and if it likes `cpu_s`, `ttft_p50_ms` and
+`peak_rss_mb`.
 
   python -m experiments.peer_bench --workloads=P2,P3 --rounds=5 \\
       --peer='transformers=python run_hf.py {workloads} --reps 1'
@@ -105,14 +109,22 @@ def peer(command: str) -> Run:
     return run
 
 
+def own(llm: LLM) -> Run:
+    """jaxserve as a run."""
+
+    def run(names: list[str]) -> list[Result]:
+        serve(llm, "P1")  # untimed
+        return [serve(llm, name) for name in names]
+
+    return run
+
+
 def systems(llm: LLM) -> dict[str, Run]:
     """What to run, by name, jaxserve first."""
-    found: dict[str, Run] = {"jaxserve": lambda names: [serve(llm, n) for n in names]}
+    found = {"jaxserve": own(llm)}
     if _NO_CACHE.value:
         plain = common.make_llm(enable_prefix_caching=False)
-        found["jaxserve, no prefix cache"] = lambda names: [
-            serve(plain, n) for n in names
-        ]
+        found["jaxserve, no prefix cache"] = own(plain)
     for text in _PEERS.value:
         name, _, command = text.partition("=")
         found[name] = peer(command)
@@ -167,8 +179,8 @@ def _summary(
     """One line of the table."""
     results = rounds[workload, system]
     speeds = [result["out_tps"] for result in results]
-    own = [result["out_tps"] for result in rounds[workload, "jaxserve"]]
-    ratios = [mine / other for mine, other in zip(own, speeds, strict=True)]
+    ours = [result["out_tps"] for result in rounds[workload, "jaxserve"]]
+    ratios = [mine / other for mine, other in zip(ours, speeds, strict=True)]
 
     def median(field: str) -> float | None:
         values = [result.get(field, math.nan) for result in results]

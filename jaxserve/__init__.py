@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from jaxserve.async_engine import EngineStopped as EngineStopped
     from jaxserve.async_engine import QueueFull as QueueFull
     from jaxserve.config import EngineConfig as EngineConfig
-    from jaxserve.config import SamplingParams as SamplingParams
     from jaxserve.engine import Engine as Engine
     from jaxserve.llm import LLM as LLM
     from jaxserve.outputs import RequestOutput as RequestOutput
     from jaxserve.rollout import Rollouts as Rollouts
+    from jaxserve.sampling_params import SamplingParams as SamplingParams
     from jaxserve.simulation import simulate as simulate
     from jaxserve.snapshot import Snapshot as Snapshot
 
@@ -29,7 +29,7 @@ _HOME = {
     "QueueFull": "jaxserve.async_engine",
     "Engine": "jaxserve.engine",
     "EngineConfig": "jaxserve.config",
-    "SamplingParams": "jaxserve.config",
+    "SamplingParams": "jaxserve.sampling_params",
     "RequestOutput": "jaxserve.outputs",
     "Rollouts": "jaxserve.rollout",
     "Snapshot": "jaxserve.snapshot",

@@ -10,7 +10,7 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.llm import runs_bfloat16
 from jaxserve.models import smollm2_path
 
-_PROMPT = flags.DEFINE_string("prompt", None, "What to ask.", required=True)
+_PROMPT = flags.DEFINE_string("prompt", None, "What to ask.")
 _MODEL = flags.DEFINE_string(
     "model", None, "Directory, .gguf file or hub name; default SmolLM2-135M-Instruct."
 )
@@ -24,10 +24,14 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_boun
 _SEED = flags.DEFINE_integer("seed", None, "Fixes the random stream.")
 _RAW = flags.DEFINE_bool("raw", False, "Complete the prompt; no chat template.")
 
+_EXAMPLE = 'python -m jaxserve --prompt "Why is the sky blue?"'
+
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; quote the prompt")
+        raise app.UsageError(f"unexpected arguments {argv[1:]}; use {_EXAMPLE}")
+    if _PROMPT.value is None:
+        raise app.UsageError(f"no prompt is given; use {_EXAMPLE}")
     logging.set_verbosity(logging.WARNING)  # JAX tells which backends it tried
     llm = LLM(
         _MODEL.value or smollm2_path(),

@@ -16,7 +16,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from jaxserve import validation
-from jaxserve.config import SamplingParams
 from jaxserve.engine import Engine
 from jaxserve.engine_thread import EngineStopped as EngineStopped
 from jaxserve.engine_thread import EngineThread
@@ -24,6 +23,7 @@ from jaxserve.llm import LLM
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.outputs import RequestOutput
 from jaxserve.prompts import Message, Prompt, needed, read, render
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.streams import Stream
 
 _Args = ParamSpec("_Args")
@@ -84,7 +84,7 @@ class AsyncEngine:
 
     # Requests -------------------------------------------------------------------------
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -116,6 +116,50 @@ class AsyncEngine:
           QueueFull: too many requests wait.
           EngineStopped: the engine has stopped.
         """
+        terms = (priority, user, deadline_s, tags)
+        return self._outputs(
+            lambda: self._asked(
+                prompt, sampling_params, request_id, arrival_time, terms, cache_salt
+            )
+        )
+
+    def fork(
+        self,
+        request_id: str,
+        new_id: str | None = None,
+        sampling_params: SamplingParams | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Go on from where a request is in a second way (`Engine.fork`): the outputs of
+        the fork, which lives and ends on its own. As `generate` in all else.
+
+        Args:
+          request_id: of a request that has not ended.
+          new_id: the fork's; None makes one.
+          sampling_params: the fork's; None takes those of the request.
+        """
+
+        def asked() -> tuple[Stream, Callable[[], None]]:
+            name = uuid.uuid4().hex if new_id is None else new_id
+            stream = Stream(name, deltas=False)
+
+            def fork() -> None:
+                params = self._engine.fork(request_id, name, sampling_params)
+                stream.deltas = params.output_kind == "delta"
+
+            return stream, fork
+
+        return self._outputs(asked)
+
+    def _asked(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        arrival_time: float | None,
+        terms: tuple,
+        cache_salt: str | None,
+    ) -> tuple[Stream, Callable[[], None]]:
+        """What `generate` asks for: its stream, and what submits it."""
         engine = self._engine
         arrival_s = self.now() if arrival_time is None else arrival_time
         text, token_ids, salt = read("prompt", prompt, self._tokenizer)
@@ -134,15 +178,18 @@ class AsyncEngine:
             np.array(token_ids, np.int64),
             sampling_params,
             arrival_s,
-            priority,
-            user,
-            deadline_s,
-            tags,
+            *terms,
             salt if cache_salt is None else cache_salt,
             prompt=text,
         )
         kind = getattr(sampling_params, "output_kind", None)
-        stream = Stream(name, deltas=kind == "delta")
+        return Stream(name, deltas=kind == "delta"), add
+
+    async def _outputs(
+        self, asked: Callable[[], tuple[Stream, Callable[[], None]]]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Submit a request once its first output is wanted, and yield all of them."""
+        stream, add = asked()
         self._thread.submit(stream, functools.partial(self._admit, add))
         try:
             while True:

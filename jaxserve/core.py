@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxserve.config import EngineShape, SamplingParams
+from jaxserve.config import EngineShape
 from jaxserve.processors import Processors
+from jaxserve.sampling_params import SamplingParams
 
 I32 = np.int32
 

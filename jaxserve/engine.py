@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxserve.answers import Answer
 from jaxserve.clients import Clients
-from jaxserve.config import EngineConfig, EngineShape, SamplingParams
+from jaxserve.config import EngineConfig, EngineShape
 from jaxserve.core import Event
 from jaxserve.executors.base import Executor
 from jaxserve.intake import Intake
@@ -33,6 +33,7 @@ from jaxserve.models.detokenizer import Decodes
 from jaxserve.models.replacement import replacement
 from jaxserve.outputs import RequestOutput
 from jaxserve.reports import Reports
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.policies import Policy, check_is_policy, fcfs
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.snapshot import Snapshot, pack, policy_names, unpack
@@ -176,7 +177,7 @@ class Engine:
         request_id: str,
         new_id: str,
         sampling_params: SamplingParams | None = None,
-    ) -> None:
+    ) -> SamplingParams:
         """Go on from where a request is in a second way, as a request of its own.
 
         Launches in flight are read first. The fork has the output so far; it shares
@@ -189,6 +190,9 @@ class Engine:
           new_id: the fork's.
           sampling_params: the fork's, its whole output included in max_tokens; default
             those of the request. logprobs cannot differ.
+
+        Returns:
+          The fork's sampling parameters.
 
         Raises:
           ValueError: it cannot be forked; nothing has changed.
@@ -213,6 +217,7 @@ class Engine:
         request.arrival_s = max(request.arrival_s, self.now())
         answer = clients.live[new_id] = Answer(had.text)
         clients.submit(live.forked(request), answer)
+        return request.params
 
     def abort_request(self, request_id: str) -> bool:
         """End a request now; False if no live request has this id.

@@ -182,6 +182,9 @@ class EngineThread:
             self._wake([stream] if stream.fail(error) else [])
         else:
             self._streams[stream.request_id] = stream
+        # A fork reads the launches in flight: who ended in them is told at once, for
+        # the next order may use the id again.
+        self._route(self._engine.take_outputs())
 
     def _drop(self, stream: Stream) -> None:
         if self._streams.get(stream.request_id) is stream:

@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve import validation
-from jaxserve.config import EngineConfig, EngineShape, SamplingParams
+from jaxserve.config import EngineConfig, EngineShape
 from jaxserve.core import Request, forked
 from jaxserve.models.base import Model
 from jaxserve.models.detokenizer import Decodes
 from jaxserve.processors import Processors, processors
+from jaxserve.sampling_params import SamplingParams
 
 
 class Intake(NamedTuple):

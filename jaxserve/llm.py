@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxserve.config import EngineConfig, SamplingParams
+from jaxserve.config import EngineConfig
 from jaxserve.core import Event
 from jaxserve.engine import Engine, Update
 from jaxserve.executors.jax_executor import JaxExecutor
@@ -28,6 +28,7 @@ from jaxserve.models.base import Params
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.outputs import RequestOutput
 from jaxserve.prompts import Message, Prompt, needed, read, render
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.policies import Policy, check_is_policy, get_policy
 
 

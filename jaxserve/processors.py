@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.config import LONGEST_BAD_WORD, EngineShape, SamplingParams
+from jaxserve.config import LONGEST_BAD_WORD, EngineShape
+from jaxserve.sampling_params import SamplingParams
 
 Encode = Callable[[str], Sequence[int]]
 """A text's token ids, with no special token added."""

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.config import EngineConfig, SamplingParams
+from jaxserve.config import EngineConfig
 from jaxserve.core import random_seed
 from jaxserve.engine import Engine
 from jaxserve.executors.jax_executor import JaxExecutor
@@ -26,6 +26,7 @@ from jaxserve.models.base import Model, Params
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.outputs import RequestOutput
 from jaxserve.prompts import Prompt, ReadPrompt, read
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.policies import Policy
 
 Prompts = Sequence[Prompt] | np.ndarray | jax.Array
@@ -99,7 +100,7 @@ class Rollouts:
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._pad_id = pad_id
-        self._served = _Identity(params)
+        self._served = Identity(params)
 
     def __call__(
         self,
@@ -168,7 +169,7 @@ class Rollouts:
         Raises:
           ValueError: the weights do not fit; nothing has changed.
         """
-        identity = _Identity(params)
+        identity = Identity(params)
         if identity != self._served:
             self.engine.update_params(params)
             self._served = identity
@@ -343,7 +344,7 @@ def _unpadded(
     return [row[keep] for row, keep in zip(prompts, kept.astype(bool), strict=True)]
 
 
-class _Identity:
+class Identity:
     """Which arrays a pytree holds, without holding them.
 
     Weights in use are the engine's to hold; those that it has laid out anew would only
@@ -355,7 +356,7 @@ class _Identity:
         self._leaves = [_reference(leaf) for leaf in leaves]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Identity) or self._structure != other._structure:
+        if not isinstance(other, Identity) or self._structure != other._structure:
             return False
         pairs = zip(self._leaves, other._leaves, strict=True)
         return all(mine() is not None and mine() is theirs() for mine, theirs in pairs)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxserve.config import EngineConfig, EngineShape, SamplingParams
+from jaxserve.config import EngineConfig, EngineShape
 from jaxserve.core import Event
 from jaxserve.engine import Engine
 from jaxserve.executors.cost_model import StepCost
@@ -18,6 +18,7 @@ from jaxserve.executors.link import INSTANT, LinkCost
 from jaxserve.executors.sim_executor import SimExecutor, Truth
 from jaxserve.metrics import RequestMetrics
 from jaxserve.models.base import Batch, Pages, Params
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.policies.base import Policy
 from jaxserve.workloads import Workload, token_ids
 

@@ -18,14 +18,15 @@ class Stream:
 
     Args:
       request_id: whose.
-      deltas: the one is all that has come, joined; else the latest.
+      deltas: the one is all that has come, joined; else the latest. May be set until
+        the first one comes.
     """
 
     def __init__(self, request_id: str, *, deltas: bool):
         self.request_id = request_id
         self.loop = asyncio.get_running_loop()
         self.ended = False  # the last output, or the error, was taken
-        self._deltas = deltas
+        self.deltas = deltas
         self._lock = threading.Lock()
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
@@ -35,7 +36,7 @@ class Stream:
         """Add an output; whether who waits must be woken. On the engine's thread."""
         with self._lock:
             before = self._output
-            if before is not None and self._deltas:
+            if before is not None and self.deltas:
                 output = joined(before, output)
             self._output = output
         return before is None

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxserve.config import EngineConfig, EngineShape, SamplingParams
+from jaxserve.config import EngineConfig, EngineShape
+from jaxserve.sampling_params import SamplingParams
 
 
 def check_prompt(

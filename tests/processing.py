@@ -6,7 +6,7 @@ The oracle of the tests; `jaxserve/device/processors.py` must do the same.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -25,6 +25,9 @@ class Numbers:
         """5 and 6 are special tokens."""
         kept = [t for t in ids if not skip_special_tokens or t not in (5, 6)]
         return "".join(f"{token} " for token in kept)
+
+
+NUMBERS = Numbers()
 
 
 def process(
@@ -71,8 +74,9 @@ def process_as(
     logits: np.ndarray,
     prompt: Sequence[int],
     output: Sequence[int],
+    encode: Callable[[str], list[int]] = NUMBERS.encode,
 ) -> np.ndarray:
-    """`process`, as the parameters say; bad words are those of `Numbers`."""
+    """`process`, as the parameters say; bad words are those of `encode`."""
     return process(
         logits,
         prompt,
@@ -84,7 +88,7 @@ def process_as(
         ),
         bias=dict(params.biases),
         allowed=params.allowed_token_ids,
-        bad_words=[Numbers().encode(word) for word in params.bad_words or ()],
+        bad_words=[encode(word) for word in params.bad_words or ()],
     )
 
 

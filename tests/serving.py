@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -61,7 +61,12 @@ def gumbel(seed: int, position: int, sample: int = 0) -> np.ndarray:
 
 def hash_logits(context: Sequence[int]) -> np.ndarray:
     """The hash model's logits by its definition, f32[97]."""
-    away = (np.arange(97) - next_token(context)) % 97
+    return logits_around(next_token(context))
+
+
+def logits_around(token: int) -> np.ndarray:
+    """The hash model's logits where this is the likeliest token, f32[97]."""
+    away = (np.arange(97) - token) % 97
     return away.astype(np.float32) * np.float32(-0.25)
 
 
@@ -97,17 +102,22 @@ def draw(logits: np.ndarray, seed: int | None, position: int, sample: int = 0) -
 
 
 def direct_with(
-    prompt: Sequence[int], params: SamplingParams, eos: Sequence[int] = ()
+    prompt: Sequence[int],
+    params: SamplingParams,
+    eos: Sequence[int] = (),
+    sample: int = 0,
+    encode: Callable[[str], list[int]] = processing.NUMBERS.encode,
 ) -> list[int]:
     """The hash model's output under any fields, without an engine."""
     out: list[int] = []
     assert params.max_tokens is not None
     while len(out) < params.max_tokens:
         context = [*prompt, *out]
-        logits = processing.process_as(params, hash_logits(context), prompt, out)
+        logits = hash_logits(context)
+        logits = processing.process_as(params, logits, prompt, out, encode)
         if len(out) < params.min_tokens:
             logits[list(eos)] = -np.inf
-        out.append(draw(logits, params.seed, len(context)))
+        out.append(draw(logits, params.seed, len(context), sample))
         if out[-1] in eos:
             break
     return out

@@ -23,10 +23,12 @@ PACKAGES = ("jaxserve", "pallas_kernels", "experiments")
 # Packages from outside stand in the same table, so "numpy only" is nothing special.
 ARROWS: dict[str, tuple[str, ...]] = {
     # The host, with numpy only.
-    "jaxserve.config": ("numpy",),
-    "jaxserve.processors": ("jaxserve.config",),
+    "jaxserve.fields": (),
+    "jaxserve.config": ("numpy", "jaxserve.fields"),
+    "jaxserve.sampling_params": ("jaxserve.fields",),
+    "jaxserve.processors": ("jaxserve.config", "jaxserve.sampling_params"),
     "jaxserve.core": ("jaxserve.processors",),
-    "jaxserve.validation": ("jaxserve.config",),
+    "jaxserve.validation": ("jaxserve.config", "jaxserve.sampling_params"),
     "jaxserve.moves": ("jaxserve.processors",),
     "jaxserve.block_count": ("jaxserve.core",),
     "jaxserve.scheduling": ("jaxserve.block_count", "jaxserve.moves"),

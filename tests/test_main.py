@@ -19,6 +19,7 @@ def test_one_answer_from_the_shell() -> None:
 
 
 @pytest.mark.slow
-def test_no_prompt_is_a_usage_error() -> None:
-    done = run()
-    assert done.returncode != 0 and "--prompt" in done.stderr
+@pytest.mark.parametrize("arguments", [(), ("Why is the sky blue?",)])
+def test_no_prompt_is_a_usage_error(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert done.returncode != 0 and 'jaxserve --prompt "' in done.stderr

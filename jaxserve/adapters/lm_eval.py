@@ -22,9 +22,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from jaxserve.config import SamplingParams
 from jaxserve.llm import LLM
 from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 

@@ -24,10 +24,11 @@ from flax import nnx
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout import base_rollout
 
-from jaxserve.config import EngineConfig, SamplingParams
+from jaxserve.config import EngineConfig
 from jaxserve.models.base import Model, Params
 from jaxserve.outputs import CompletionOutput
-from jaxserve.rollout import Rollout, Rollouts, token_logprobs
+from jaxserve.rollout import Identity, Rollout, Rollouts, token_logprobs
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.policies import Policy
 
 
@@ -35,7 +36,8 @@ class JaxserveRollout(base_rollout.BaseRollout):
     """tunix's `BaseRollout` on an engine.
 
     Args:
-      rollout_actor: the nnx module that tunix trains; the source of the first weights.
+      rollout_actor: holds the weights. Where tunix trains this very module it sends
+        none, so each call takes those that the module has by then.
       tokenizer: tunix's, or one that its `TokenizerAdapter` takes.
       mesh: where the actor lives. Weights are taken as they are, sharding included.
       rollout_config: of the cluster; each `generate` is given its own.
@@ -66,10 +68,10 @@ class JaxserveRollout(base_rollout.BaseRollout):
             longest += rollout_config.max_tokens_to_generate
             config = EngineConfig(max_model_len=longest, max_logprobs=0)
         self._actor, self._tokenizer = rollout_actor, tokenizer
-        self._model, self._to_params = model, to_params or _as_dict
-        params = self._to_params(nnx.state(rollout_actor, nnx.Param))
-        self._rollouts = Rollouts(model, params, config, policy)
-        self._params = params
+        self._model, self._to_params = model, to_params or nnx.to_pure_dict
+        state = nnx.state(rollout_actor, nnx.Param)
+        self._taken, self._params = Identity(state), self._to_params(state)
+        self._rollouts = Rollouts(model, self._params, config, policy)
 
     @property
     def rollouts(self) -> Rollouts:
@@ -82,7 +84,7 @@ class JaxserveRollout(base_rollout.BaseRollout):
         rollout_config: base_rollout.RolloutConfig,
         **kwargs: Any,
     ) -> base_rollout.RolloutOutput:
-        """One output for each prompt, sampled with the weights of the last update.
+        """One output for each prompt, sampled with the current weights.
 
         Log-probabilities are of the model's own distribution, as those of tunix's
         learner: not divided by the temperature.
@@ -95,7 +97,7 @@ class JaxserveRollout(base_rollout.BaseRollout):
         """
         ids = [self._encode(prompt) for prompt in prompts]
         sampling = self._sampling(rollout_config, kwargs)
-        outputs = self._rollouts.generate(self._params, ids, sampling)
+        outputs = self._rollouts.generate(self._current(), ids, sampling)
         completions = [output.outputs[0] for output in outputs]
         tokens = [one.token_ids for one in completions]
         logprobs = None
@@ -116,12 +118,11 @@ class JaxserveRollout(base_rollout.BaseRollout):
     ) -> jax.Array:
         """f32[B, L] of completions i32[B, L] to prompts i32[B, P], padded on the left.
 
-        A forward pass with the weights of the last update. `model` needs
-        `sequence_logits`.
+        A forward pass with the current weights. `model` needs `sequence_logits`.
         """
         pad = jnp.int32(self.pad_id())
         return _score(
-            self._params, prompt_tokens, completion_tokens, pad, model=self._model
+            self._current(), prompt_tokens, completion_tokens, pad, model=self._model
         )
 
     def update_params(
@@ -130,12 +131,20 @@ class JaxserveRollout(base_rollout.BaseRollout):
         """Sample with these weights from the next `generate` on: O(1), no compilation.
 
         Args:
-          params: a state of the actor, or of the part of it that `filter_types` names.
-            Where that is not all, as with LoRA, `to_params` has to put it together.
+          params: a state of the actor, or of the part of it that `filter_types` names,
+            as with LoRA; it is written to the actor.
         """
         del filter_types
-        # tunix forbids transfers meanwhile, and the engine's launches are such.
-        self._params = self._to_params(params)
+        # No more than that: tunix forbids transfers meanwhile, which launches are.
+        nnx.update(self._actor, params)
+
+    def _current(self) -> Params:
+        """The actor's weights, as parameters of the model."""
+        state = nnx.state(self._actor, nnx.Param)
+        identity = Identity(state)
+        if identity != self._taken:
+            self._taken, self._params = identity, self._to_params(state)
+        return self._params
 
     def pad_id(self) -> int:
         """The tokenizer's."""
@@ -224,7 +233,3 @@ def _seed(seed: Any) -> int | None:
         seed = jax.random.key_data(seed)
     words = np.asarray(seed).astype(np.uint32).reshape(-1).tolist()
     return sum(word << (32 * i) for i, word in enumerate(words[-2:]))
-
-
-def _as_dict(state: Any) -> Params:
-    return nnx.to_pure_dict(state) if isinstance(state, nnx.State) else state

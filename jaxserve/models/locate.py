@@ -31,7 +31,7 @@ def smollm2_path() -> Path:
 def locate(path_or_name: str | Path) -> Path:
     """A local directory or .gguf file; a name that is neither is fetched from the hub.
 
-    Raises FileNotFoundError if it looks like a path and nothing is there, and
+    Raises FileNotFoundError if nothing is there and the hub does not give it, and
     ModuleNotFoundError if the hub is needed and `huggingface_hub` is absent.
     """
     path = Path(path_or_name).expanduser()
@@ -40,7 +40,8 @@ def locate(path_or_name: str | Path) -> Path:
     name = str(path_or_name)
     if path.is_absolute() or path.suffix == ".gguf" or name.count("/") != 1:
         raise FileNotFoundError(
-            f"{name!r} is no file or directory here, and no hub name (owner/model)"
+            f"{name!r} is no file or directory (from {Path.cwd()}), and no hub name "
+            "(owner/model); check the path"
         )
     try:
         from huggingface_hub import snapshot_download
@@ -49,4 +50,10 @@ def locate(path_or_name: str | Path) -> Path:
             f"{name!r} is no local path, and fetching it from the hub needs "
             "huggingface_hub: pip install huggingface_hub, or give a local path"
         ) from error
-    return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except (OSError, ValueError) as error:  # of the network, or of the name
+        raise FileNotFoundError(
+            f"{name!r} is no file or directory (from {Path.cwd()}), and the hub did "
+            f"not give it: {error}"
+        ) from None

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxserve.config import EngineShape, SamplingParams
+from jaxserve.config import EngineShape
 from jaxserve.core import Event, StepOutput, StepPlan
 from jaxserve.engine import Engine
 from jaxserve.executors.cost_model import LinearCost
 from jaxserve.executors.sim_executor import SimExecutor, Truth
 from jaxserve.moves import STILL, Moves
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.policies import Policy, View
 from jaxserve.simulation import NoModel
 from jaxserve.testing.cases import Case

@@ -175,7 +175,11 @@ def attend(kind, job, number, part):
             locate(job, size, row, head, at + STRIDE, end, zeros, following)
         else:
             locate_next(job, size, number, head, zeros, following)
-        steps = heads * 4 * vectors  # in which what is read next is fetched
+        # Shares in which what is read next is fetched. Few queries wait for memory, and
+        # fetch while they multiply too.
+        few = whole <= most
+        steps = heads * (4 * vectors + (each + 2 if few else 0))
+        step = 0
         for h in range(heads):
             mine, offset = h * whole, 2 * h * row_size
             for i in range(vectors):
@@ -183,7 +187,8 @@ def attend(kind, job, number, part):
                     pack_keys(
                         addresses + 128 * i, offset, row_size, half, keys + 64 * i
                     )
-                    fetch(following, span, (4 * h * vectors + 2 * i) + half, steps)
+                    fetch(following, span, step, steps)
+                    step += 1
             for i in range(2 * vectors):
                 pack_values(
                     kind,
@@ -193,7 +198,8 @@ def attend(kind, job, number, part):
                     features,
                     8,
                 )
-                fetch(following, span, (4 * h + 2) * vectors + i, steps)
+                fetch(following, span, step, steps)
+                step += 1
             # Few queries at a time, so that what they work on stays in cache.
             for some in range(0, whole, most):
                 rows = min(most, whole - some)
@@ -211,6 +217,9 @@ def attend(kind, job, number, part):
                     scores,
                     4 * STRIDE,
                 )
+                if few:
+                    fetch(following, span, step, steps)
+                    step += 1
                 for i in range(min(rows, each - some)):
                     stop = vec.load_i64(stops + 8 * ((some + i) // groups))
                     _softmax(
@@ -225,6 +234,9 @@ def attend(kind, job, number, part):
                         scale,
                         vectors,
                     )
+                    if few:
+                        fetch(following, span, step, steps)
+                        step += 1
                 product(
                     kind,
                     rows,
@@ -238,6 +250,9 @@ def attend(kind, job, number, part):
                     at_sums,
                     4 * features,
                 )
+                if few:
+                    fetch(following, span, step, steps)
+                    step += 1
         addresses, following = following, addresses
     release(kind)
 

@@ -9,6 +9,7 @@ import functools
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 from tunix.rl import rl_cluster
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout import base_rollout
 
 from jaxserve import Engine, EngineConfig, SamplingParams
@@ -34,9 +36,9 @@ CONFIG = EngineConfig(
     block_size=4,
     max_logprobs=0,
 )
+STEPS = 15  # of a learner
 PROMPTS = ["five words are a prompt", "two words", "and so on, and on"]
 
-# tunix asks JAX for promotions that this suite forbids elsewhere.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -71,6 +73,18 @@ class Actor(nnx.Module):
         )
 
 
+@pytest.fixture
+def promotions():
+    """tunix's own, which this suite forbids elsewhere; its threads have them too."""
+    names = ("jax_numpy_rank_promotion", "jax_numpy_dtype_promotion")
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, ("allow", "standard"), strict=True):
+        jax.config.update(name, value)
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+
+
 @pytest.fixture(scope="module")
 def tiny():
     """A decoder and its weights in the plain layout."""
@@ -83,6 +97,25 @@ def engine(tiny, params=None) -> JaxserveRollout:
     model, first = tiny
     actor = Actor(first if params is None else params)
     return JaxserveRollout(actor, Words(), model=model, config=CONFIG)
+
+
+def cluster(tiny, actor, optimizer, **models) -> rl_cluster.RLCluster:
+    """tunix's cluster on one device, which samples with jaxserve."""
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    roles = rl_cluster.Role
+    places = (roles.ACTOR, roles.REFERENCE, roles.ROLLOUT)
+    config = rl_cluster.ClusterConfig(
+        role_to_mesh={role: mesh for role in places},
+        rollout_engine=functools.partial(JaxserveRollout, model=tiny[0], config=CONFIG),
+        offload_to_cpu=False,
+        training_config=rl_cluster.RLTrainingConfig(
+            actor_optimizer=optimizer, eval_every_n_steps=100, max_steps=100
+        ),
+        rollout_config=asked(),
+    )
+    return rl_cluster.RLCluster(
+        actor=actor, tokenizer=Words(), cluster_config=config, **models
+    )
 
 
 def asked(**fields) -> base_rollout.RolloutConfig:
@@ -171,38 +204,93 @@ def test_a_hook_maps_parameters_of_other_names(tiny) -> None:
     checked(tiny, params, made.generate(PROMPTS, asked()))
 
 
+class Scaled(Actor):
+    """An actor of which tunix trains a part."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.scale = nnx.LoRAParam(jnp.ones(()))
+
+
+def test_a_part_of_the_weights_is_enough_to_send(tiny) -> None:
+    model, params = tiny
+
+    def merged(state):
+        plain = nnx.to_pure_dict(state)
+        return plain | {"head": plain["head"] * plain.pop("scale")}
+
+    made = JaxserveRollout(
+        Scaled(params), Words(), model=model, config=CONFIG, to_params=merged
+    )
+    checked(tiny, params, made.generate(PROMPTS, asked()))
+    trained = Scaled(params)
+    trained.scale[...] = jnp.float32(1.5)
+    made.update_params(nnx.state(trained, nnx.LoRAParam), (nnx.LoRAParam,))
+    wanted = params | {"head": params["head"] * 1.5}
+    checked(tiny, wanted, made.generate(PROMPTS, asked()))
+    assert made.rollouts.engine.weight_version == 1
+
+
+class Trained(Actor):
+    """An actor that tunix can call: prompts are padded on the left."""
+
+    def __init__(self, model, params):
+        super().__init__(params)
+        self.decoder = model
+
+    def __call__(self, tokens, positions=None, cache=None, attention_mask=None):
+        at = jnp.arange(tokens.shape[1])[None, :]
+        pads = (jnp.cumsum(tokens != 0, axis=1) == 0).sum(axis=1, keepdims=True)
+        left = jnp.take_along_axis(tokens, (at + pads) % tokens.shape[1], axis=1)
+        params = nnx.to_pure_dict(nnx.state(self, nnx.Param))
+        places = jnp.broadcast_to(at, tokens.shape)
+        logits = self.decoder.sequence_logits(params, left, places)
+        back = (at - pads) % tokens.shape[1]
+        return jnp.take_along_axis(logits, back[:, :, None], axis=1), cache
+
+
+@pytest.mark.usefixtures("promotions")
+def test_a_learner_of_tunix_learns(tiny) -> None:
+    """GRPO with a reward for odd ids; the actor is shared, so weights are not sent."""
+    model, params = tiny
+    means = []
+
+    def odd(prompts, completions, **kwargs):
+        shares = [
+            float(np.mean([int(word) % 2 for word in text.split()] or [0]))
+            for text in completions
+        ]
+        means.append(np.mean(shares))
+        return shares
+
+    made = cluster(
+        tiny,
+        Trained(model, params),
+        optax.adam(1e-2),
+        reference=Trained(model, params),
+    )
+    grpo = GRPOConfig(num_generations=4, num_iterations=2, beta=0.01)
+    learner = GRPOLearner(rl_cluster=made, algo_config=grpo, reward_fns=odd)
+    learner.train([{"prompts": np.array(PROMPTS)} for _ in range(STEPS)])
+    assert len(means) == STEPS
+    assert np.mean(means[:3]) < 0.6 and np.mean(means[-3:]) > 0.8
+    assert made.rollout.rollouts.engine.weight_version == STEPS - 1
+
+
+@pytest.mark.usefixtures("promotions")
 def test_a_cluster_samples_with_the_weights_that_it_trains(tiny) -> None:
     model, params = tiny
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    roles = rl_cluster.Role
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        cluster = rl_cluster.RLCluster(
-            actor=Actor(params),
-            tokenizer=Words(),
-            cluster_config=rl_cluster.ClusterConfig(
-                role_to_mesh={
-                    role: mesh for role in (roles.ACTOR, roles.REFERENCE, roles.ROLLOUT)
-                },
-                rollout_engine=functools.partial(
-                    JaxserveRollout, model=model, config=CONFIG
-                ),
-                offload_to_cpu=False,
-                training_config=rl_cluster.RLTrainingConfig(
-                    actor_optimizer=optax.sgd(1e-3), eval_every_n_steps=10, max_steps=10
-                ),
-                rollout_config=asked(),
-            ),
-        )
-        rollout = cluster.rollout
-        assert isinstance(rollout, JaxserveRollout)
-        trained, stats = cluster.actor_trainer.model, rollout.rollouts.engine.stats
-        state, compiles = nnx.state(trained, nnx.Param), []
-        for update in range(4):
-            checked(tiny, nnx.to_pure_dict(state), cluster.generate(PROMPTS))
-            assert rollout.rollouts.engine.weight_version == update
-            compiles.append(stats()["compiles"])
-            state = jax.tree.map(lambda x: x * 1.1, state)
-            nnx.update(trained, state)
-            cluster.sync_weights()  # forbids transfers between host and device
+    made = cluster(tiny, Actor(params), optax.sgd(1e-3))
+    rollout = made.rollout
+    assert isinstance(rollout, JaxserveRollout)
+    trained, stats = made.actor_trainer.model, rollout.rollouts.engine.stats
+    state, compiles = nnx.state(trained, nnx.Param), []
+    for update in range(4):
+        checked(tiny, nnx.to_pure_dict(state), made.generate(PROMPTS))
+        assert rollout.rollouts.engine.weight_version == update
+        compiles.append(stats()["compiles"])
+        state = jax.tree.map(lambda x: x * 1.1, state)
+        nnx.update(trained, state)
+        made.sync_weights()  # forbids transfers between host and device
     # The first update forgets cached blocks, by a launch that nothing else had needed.
     assert compiles[1] <= compiles[0] + 1 and len(set(compiles[1:])) == 1

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.config import SamplingParams
 from jaxserve.core import ADMIT_FIELDS, Request, random_seed
 from jaxserve.device import processors, sampling
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from tests.device.row_params import ROWS, VOCAB, rows, softmax
 from tests.engine.harness import JAX

@@ -40,7 +40,8 @@ from jaxserve.scheduling.policies import get_policy
 from tests.engine.harness import JAX, Served, random_config
 from tests.engine.test_cases_tiers import faulty, trouble
 from tests.engine.test_policies_invariance import SPECS
-from tests.serving import EOS, Job, direct, sampled, workload
+from tests.processing import Numbers
+from tests.serving import EOS, Job, direct_with, workload
 
 LIMIT_S = 240.0
 
@@ -51,8 +52,8 @@ class Letters:
     def decode(self, ids) -> str:
         return "".join(chr(0x4E00 + token) for token in ids)
 
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) - 0x4E00 for letter in text]
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) - 0x4E00 for letter in text if letter != " "]
 
 
 class Answer(NamedTuple):
@@ -85,6 +86,7 @@ class Ask:
     prompt: Any
     params: SamplingParams
     terms: dict[str, Any]
+    job: Job  # that it is made of
     answers: list[Answer]  # of each sample
 
     def check(self, outputs: list[RequestOutput], *, aborted: bool) -> None:
@@ -104,6 +106,8 @@ class Ask:
         for answer, got in zip(self.answers, last.outputs, strict=True):
             answer.check(got, aborted=aborted)
             assert got.finish_reason is not None or not last.finished
+        if last.finished and not aborted:
+            self.job.check_scores(last)
 
 
 class World:
@@ -112,7 +116,7 @@ class World:
     def __init__(self, seed: int, folder: Path):
         rng = random.Random(seed)
         self.eos = rng.choice([(), EOS])
-        self.jobs = workload(seed, 30, longest_output=16)
+        self.jobs = [_in_letters(job) for job in workload(seed, 30, fields=True)]
         self.expected = functools.cache(self._expected)
         self.ids = [f"name {i}" for i in range(6)]  # that clients give and abort
         self.aborted: set[str] = set()
@@ -155,12 +159,12 @@ class World:
             max_waiting=rng.choice([None, None, 0, 5]),
         )
 
-    def _expected(self, i: int, sample: int) -> list[int]:
-        """Of a sample of a job, as if nothing but its length ended it."""
+    def _expected(
+        self, i: int, sample: int, stop_ids: tuple[int, ...] = ()
+    ) -> list[int]:
+        """Tokens of a sample of a job, as if no stop string ended it."""
         job = self.jobs[i]
-        if job.seed is None:
-            return direct(job.prompt, job.max_tokens)
-        return sampled(job.prompt, [], job.max_tokens, job.seed, sample)
+        return direct_with(job.prompt, job.params, stop_ids, sample, Letters().encode)
 
     def count(self, what: str) -> None:
         with self._lock:
@@ -180,18 +184,21 @@ class World:
     def ask(self, rng: random.Random) -> Ask:
         """A request that can be served, and its answer."""
         i, n = rng.randrange(len(self.jobs)), rng.choice([1, 1, 1, 2, 3])
-        job, samples = self.jobs[i], [self.expected(i, k) for k in range(n)]
-        fields = dataclasses.asdict(job.params) | {"n": n}
-        fields["output_kind"] = rng.choice(KINDS)
-        stop, stop_ids, kind = "", list(self.eos), rng.random()
+        job, unstopped = self.jobs[i], self.expected(i, 0)
+        more: dict[str, Any] = {"n": n, "output_kind": rng.choice(KINDS)}
+        stop, stop_ids, kind = "", self.eos, rng.random()
         if kind < 0.25:
-            text = Letters().decode(samples[0])
+            text = Letters().decode(unstopped)
             start = rng.randrange(len(text))
-            fields["stop"] = stop = text[start : start + rng.randint(1, 3)]
+            more["stop"] = stop = text[start : start + rng.randint(1, 3)]
         elif kind < 0.4:
-            fields["stop_token_ids"] = [rng.choice(samples[0])]
-            stop_ids += fields["stop_token_ids"]
-        answers = [ended(tokens, stop, stop_ids) for tokens in samples]
+            more["stop_token_ids"] = [rng.choice(unstopped)]
+            stop_ids += tuple(more["stop_token_ids"])
+        params = dataclasses.replace(job.params, **more)
+        answers = [
+            ended(self.expected(i, k, stop_ids), stop, stop_ids, params.min_tokens)
+            for k in range(n)
+        ]
         prompt: Any = rng.choice(FORMS)(job)
         terms = {
             "priority": job.priority,
@@ -204,20 +211,34 @@ class World:
             terms["arrival_time"] = self.engine.now() + rng.random() * 0.05
         if rng.random() < 0.3:
             terms["deadline_s"] = self.engine.now() + rng.random()
-        return Ask(prompt, SamplingParams(**fields), terms, answers)
+        return Ask(prompt, params, terms, job, answers)
 
     def generate(self, ask: Ask, name: str | None) -> AsyncGenerator:
         return self.engine.generate(ask.prompt, ask.params, name, **ask.terms)
 
 
-def ended(tokens: list[int], stop: str, stop_ids: list[int]) -> Answer:
+def _in_letters(job: Job) -> Job:
+    """A job whose bad words are texts of `Letters`, and which can be served with any
+    stop ids."""
+    fields = dict(job.fields)
+    if "bad_words" in fields:
+        words = map(Numbers().encode, fields["bad_words"])
+        fields["bad_words"] = [Letters().decode(ids) for ids in words]
+    if "allowed_token_ids" in fields:
+        fields.pop("min_tokens", None)
+    return dataclasses.replace(job, fields=fields)
+
+
+def ended(
+    tokens: list[int], stop: str, stop_ids: tuple[int, ...], min_tokens: int
+) -> Answer:
     """Where an output of these tokens ends, by decoding all of it after each."""
     for n, token in enumerate(tokens, start=1):
         text = Letters().decode(tokens[: n - (token in stop_ids)])
-        if stop and stop in text:
-            return Answer(tokens[:n], text[: text.index(stop)], "stop")
         if token in stop_ids:
             return Answer(tokens[:n], text, "stop")
+        if stop and n >= min_tokens and text.endswith(stop):
+            return Answer(tokens[:n], text.removesuffix(stop), "stop")
     return Answer(tokens, Letters().decode(tokens), "length")
 
 
@@ -341,11 +362,20 @@ async def release(world: World, rng: random.Random) -> None:
 
 
 async def fork(world: World, rng: random.Random) -> None:
-    """A fork without a client: its outputs go nowhere, and it ends by itself."""
+    """A fork with a client or without one: then its outputs go nowhere, and it ends by
+    itself. What it is a fork of may be anything."""
+    parent, name = rng.choice(world.ids), f"fork {rng.random()}"
     try:
-        name = f"fork {rng.random()}"
-        await world.engine.call(Engine.fork, rng.choice(world.ids), name)
-        world.count("forks")
+        if rng.random() < 0.5:
+            await world.engine.call(Engine.fork, parent, name)
+            return world.count("forks")
+        *_, last = [output async for output in world.engine.fork(parent, name)]
+        assert last.finished and last.request_id == name
+        world.count("forks with a client")
+    except QueueFull:
+        world.count("refused: full")
+    except EngineStopped as error:
+        assert "back to a snapshot" in str(error)
     except ValueError as error:
         # It is not there, has all its tokens, or several samples.
         assert re.search("has not ended|has ended|already|must be 1", str(error))
@@ -574,6 +604,7 @@ EXPECTED = (
     "weights: wait",
     "released",
     "forks",
+    "forks with a client",
     "snapshots",
     "lost: restored",
     "preemptions",

@@ -2,26 +2,36 @@
 replaced, whose memory is released, and which go on as another engine's snapshot.
 
 All of it at random moments, on the definition of the device. Each output token is
-compared with the model's definition, applied to the tokens before it under the mark of
-the weights that the token was sampled with.
+compared with the model's definition, applied to the tokens before it under the marks of
+the weights that their KV rows can have been computed with.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
+from collections.abc import Iterator
 
 import pytest
 
 from jaxserve import RequestOutput, SamplingParams
-from jaxserve.models.hash_model import HashModel
+from jaxserve.models.hash_model import HashModel, next_token
 from jaxserve.outputs import CompletionOutput, joined
 from jaxserve.scheduling.policies import Policy, fcfs, get_policy
 from tests.engine.harness import Served, by_priority, equals, random_config
 from tests.processing import Numbers, log_softmax, process_as, random_fields
-from tests.serving import draw, hash_logits
+from tests.serving import draw, logits_around
 
 MODEL = HashModel()
+
+
+def histories(length: int, oldest: int, newest: int) -> Iterator[tuple[int, ...]]:
+    """Every way in which rows can be of weight versions: in order, the last the newest,
+    for whoever computes a row computes all that follow."""
+    versions = range(oldest, newest + 1)
+    for older in itertools.combinations_with_replacement(versions, length - 1):
+        yield (*older, newest)
 
 
 @dataclasses.dataclass
@@ -52,11 +62,12 @@ class Client:
             )
         self.config = config
         self.marks = [0]  # by weight version
+        self.oldest = [0]  # version that a row may be of, by version in use
         self.asked: dict[str, Asked] = {}
         self.samples: dict[str, int] = {}  # taken, by the request that a family is of
         self.family: dict[str, str] = {}
         self.done: dict[str, int] = dict.fromkeys(
-            ("forks", "updates", "releases", "snapshots", "samples"), 0
+            ("forks", "updates", "kept", "releases", "snapshots", "samples"), 0
         )
         self.served = self._served(self._policy())
 
@@ -135,12 +146,17 @@ class Client:
             assert self.engine.abort_request(name)
 
     def update(self) -> None:
-        static = self.config.batching == "static"
-        mode = self.rng.choice(["wait", "wait" if static else "recompute"])
+        version = len(self.marks)
+        modes = ["wait", "wait" if self.config.batching == "static" else "recompute"]
+        if version - self.oldest[-1] <= 2:  # so that few histories are possible
+            modes += ["keep", "keep"]
+        mode = self.rng.choice(modes)
         self.marks.append(self.rng.randrange(200))
+        self.oldest.append(self.oldest[-1] if mode == "keep" else version)
         params = MODEL.init_params(mark=self.marks[-1])
-        assert self.engine.update_params(params, mode) == len(self.marks) - 1
-        self.done["updates"] += 1
+        assert self.engine.update_params(params, mode) == version
+        self.done["updates"] += mode != "keep"
+        self.done["kept"] += mode == "keep"
 
     def release(self) -> None:
         if self.config.batching == "static":
@@ -211,6 +227,11 @@ class Client:
         self.engine.reset_prefix_cache()
         assert self.engine.stats()["free_blocks"] == self.config.num_blocks
 
+    def _next(self, context: list[int], history: tuple[int, ...]) -> int:
+        """What follows, where the rows are of these versions."""
+        rows = zip(context, history, strict=True)
+        return next_token([token + self.marks[version] for token, version in rows])
+
     def _check_scores(self, name: str, asked: Asked) -> None:
         """Of weights that may have been replaced on the way."""
         assert asked.seen is not None
@@ -220,13 +241,16 @@ class Client:
             return
         assert rows is not None and len(rows) == len(asked.prompt), name
         for k, row in enumerate(rows[1:], start=1):
-            possible = [
-                log_softmax(hash_logits([t + mark for t in asked.prompt[:k]]))
-                for mark in self.marks
-            ]
+            versions = range(len(self.marks))
+            nexts = {
+                self._next(asked.prompt[:k], history)
+                for v in versions
+                for history in histories(k, self.oldest[v], v)
+            }
             token = asked.prompt[k]
+            possible = [log_softmax(logits_around(next_))[token] for next_ in nexts]
             assert row is not None
-            assert min(abs(p[token] - row[token].logprob) for p in possible) < 1e-5
+            assert min(abs(p - row[token].logprob) for p in possible) < 1e-5
 
     def _check_one(self, name: str, asked: Asked, told: CompletionOutput) -> None:
         output = told.token_ids
@@ -234,13 +258,25 @@ class Client:
         versions = [s.version for s in told.weight_versions for _ in range(*s[1:])]
         assert len(versions) == len(output) and versions == sorted(versions)
         sample = asked.first + told.index
+        known: set[tuple[int, ...]] = set()  # versions that its rows can be of
         for k in range(len(asked.begun), len(output)):
-            context = [*asked.prompt, *output[:k]]
-            mark = self.marks[versions[k]]
-            logits = hash_logits([t + mark for t in context])
-            logits = process_as(asked.params, logits, asked.prompt, output[:k])
-            token = draw(logits, asked.params.seed, len(context), sample)
-            assert output[k] == token, f"{name}, sample {told.index}, token {k}"
+            context, now = [*asked.prompt, *output[:k]], versions[k]
+            oldest = self.oldest[now]
+            # Either its rows stayed, or they were computed again since the last token.
+            since = oldest if k == len(asked.begun) else max(oldest, versions[k - 1])
+            possible = {(*h, now) for h in known if min(h) >= oldest}
+            possible |= set(histories(len(context), since, now))
+            next_ = {h: self._next(context, h) for h in possible}
+            right = set()
+            for token in set(next_.values()):
+                logits = process_as(
+                    asked.params, logits_around(token), asked.prompt, output[:k]
+                )
+                drawn = draw(logits, asked.params.seed, len(context), sample)
+                if drawn == output[k]:
+                    right.add(token)
+            known = {h for h in possible if next_[h] in right}
+            assert known, f"{name}, sample {told.index}, token {k}"
         if told.finish_reason == "abort":
             assert asked.aborted
         else:

@@ -14,20 +14,21 @@ from jaxserve.models.gguf_checkpoint import GGUFFile, hf_name, unpermuted_rows
 FIXTURES = pathlib.Path(__file__).resolve().parents[1] / "fixtures"
 
 
-def test_row_order_of_one_head_of_eight():
+def test_ml1_row_order_of_one_head_of_eight():
+    """ML1 (vllm-metal#480): q and k rows were left in the file's order."""
     file_order = np.array([0, 4, 1, 5, 2, 6, 3, 7])
     pick = unpermuted_rows(1, 8)
     assert pick.tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
     assert file_order[pick].tolist() == list(range(8))
 
 
-def test_row_order_keeps_to_its_head():
+def test_ml1_row_order_keeps_to_its_head():
     # Four query heads and two KV heads of four rows: each head is undone by itself.
     assert unpermuted_rows(2, 4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
     assert unpermuted_rows(4, 4).tolist()[8:] == [8, 10, 9, 11, 12, 14, 13, 15]
 
 
-def test_gguf_without_an_output_tensor_is_tied():
+def test_ml3_gguf_without_an_output_tensor_is_tied():
     assert GGUFFile(FIXTURES / "tiny_llama_tied" / "model.gguf").config("float32").tied
     assert not GGUFFile(FIXTURES / "tiny_llama" / "model.gguf").config("float32").tied
 
@@ -114,7 +115,7 @@ def test_gguf_refusals(tmp_path):
         file.config("float32")
 
 
-def test_bfloat16_in_gguf(tmp_path):
+def test_ml5_bfloat16_in_gguf(tmp_path):
     x = np.concatenate(
         [np.array([1.0, -3.140625]), np.arange(22)], dtype=ml_dtypes.bfloat16
     ).reshape(3, 8)

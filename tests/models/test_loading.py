@@ -54,7 +54,7 @@ def logits(loaded) -> np.ndarray:
 
 
 @pytest.mark.parametrize("model", [TINY, TIED])
-def test_safetensors_and_gguf_are_the_same_model(model):
+def test_ml1_safetensors_and_gguf_are_the_same_model(model):
     of_directory, of_file = (
         load(model, "float32"),
         load(model / "model.gguf", "float32"),
@@ -73,7 +73,7 @@ def bf16_tensor() -> np.ndarray:
     return np.concatenate([first, np.arange(22).astype(BF16)]).reshape(3, 8)
 
 
-def test_bfloat16_bytes_in_safetensors(tmp_path):
+def test_ml5_bfloat16_bytes_in_safetensors(tmp_path):
     header = {"x": {"dtype": "BF16", "shape": [1, 2], "data_offsets": [0, 4]}}
     text = json.dumps(header).encode()
     raw = len(text).to_bytes(8, "little") + text + bytes.fromhex("803F 49C0")
@@ -85,7 +85,7 @@ def test_bfloat16_bytes_in_safetensors(tmp_path):
     assert rows.tolist() == [[1.0, -3.140625]]
 
 
-def test_bfloat16_sharded_whole_and_sliced(tmp_path):
+def test_ml5_bfloat16_sharded_whole_and_sliced(tmp_path):
     x = bf16_tensor()
     save_file({"x": x}, tmp_path / "model-1.safetensors")
     save_file({"y": x[::-1].copy()}, tmp_path / "model-2.safetensors")
@@ -119,7 +119,7 @@ def test_eos_ids_are_those_of_every_file():
     assert load(TINY, "float32")[0].eos_ids == (2, 5, 7)
 
 
-def test_tied_flag_in_the_nested_config_alone(tmp_path):
+def test_ml3_tied_flag_in_the_nested_config_alone(tmp_path):
     text = json.loads((TIED / "config.json").read_text())
     nested = write(
         tmp_path, tensors(TIED), TIED, tie_word_embeddings=..., text_config=text
@@ -130,7 +130,7 @@ def test_tied_flag_in_the_nested_config_alone(tmp_path):
     )
 
 
-def test_untied_without_a_head_is_refused(tmp_path):
+def test_ml3_untied_without_a_head_is_refused(tmp_path):
     bad = write(tmp_path, tensors(TIED), TIED, tie_word_embeddings=False)
     with pytest.raises(ValueError, match=r"missing lm_head\.weight; unexpected none"):
         load(bad, "float32")
@@ -145,7 +145,7 @@ def test_a_tied_head_written_out_is_allowed_if_it_is_the_embedding(tmp_path):
         load(bad, "float32")
 
 
-def test_missing_and_unexpected_tensors_are_named(tmp_path):
+def test_ml3_missing_and_unexpected_tensors_are_named(tmp_path):
     weights = tensors(TINY)
     bias = {"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32)}
     with pytest.raises(ValueError, match=r"unexpected model\.layers\.0.*q_proj\.bias"):
@@ -168,7 +168,7 @@ def test_rotary_buffers_are_ignored(tmp_path):
     np.testing.assert_array_equal(logits(loaded), logits(load(TINY, "float32")))
 
 
-def test_a_missing_shard_is_named(tmp_path):
+def test_ml5_a_missing_shard_is_named(tmp_path):
     shutil.copytree(TINY, tmp_path / "model")
     gone = tmp_path / "model" / "model-00002-of-00002.safetensors"
     gone.unlink()
@@ -240,6 +240,18 @@ def test_a_hub_name_is_fetched(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert locate("owner/model") == tmp_path
     assert asked == [("owner/model", True)]
+
+
+@pytest.mark.parametrize("error", [OSError("no network"), ValueError("a bad name")])
+def test_a_name_that_the_hub_does_not_give_may_be_a_wrong_path(monkeypatch, error):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+
+    def snapshot_download(name, *, allow_patterns):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(FileNotFoundError, match=f"no file or directory.*{error}"):
+        locate("models/llama")
 
 
 def test_the_smollm2_wheel_is_found_without_importing_it(monkeypatch):

@@ -164,7 +164,8 @@ WITH_BOS = (
 WITHOUT_BOS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 
-def test_a_template_with_bos_gives_exactly_one(tmp_path):
+def test_li5_a_template_with_bos_gives_exactly_one(tmp_path):
+    """LI5 (vllm#16976): the template held BOS, and the tokenizer added another."""
     tokenizer = directory(tmp_path, template=WITH_BOS)
     text = tokenizer.apply_chat_template(HI, tokenize=False)
     assert text == "<s>hi</s>"
@@ -175,7 +176,7 @@ def test_a_template_with_bos_gives_exactly_one(tmp_path):
     assert tokenizer.encode("") == [0]
 
 
-def test_a_template_without_bos_gets_none(tmp_path):
+def test_li5_a_template_without_bos_gets_none(tmp_path):
     tokenizer = directory(tmp_path, template=WITHOUT_BOS)
     assert 0 not in tokenizer.apply_chat_template(HI)
     assert tokenizer.apply_chat_template(HI, tokenize=False) == "[user]hi"

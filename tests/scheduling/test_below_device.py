@@ -12,9 +12,9 @@ from collections import deque
 
 import pytest
 
-from jaxserve.config import SamplingParams
 from jaxserve.core import Request
 from jaxserve.moves import NO_KEY, Arrived, Label, Moves
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.incoming import Incoming
 from jaxserve.scheduling.payloads import Payloads
 from jaxserve.scheduling.plan_builder import PlanBuilder

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxserve.config import SamplingParams
 from jaxserve.core import Event, Request
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.policies import Policy, View, fcfs, get_policy
 from jaxserve.scheduling.ranking import Ranking
 

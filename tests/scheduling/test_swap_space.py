@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.config import SamplingParams
 from jaxserve.core import Request
 from jaxserve.moves import Arrived, Label, Moves, Save, Spill
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.payloads import Payloads
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.running import Running

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from jaxserve.config import SamplingParams
 from jaxserve.core import Event, Request
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.policies import (
     Policy,
     View,
