@@ -116,12 +116,37 @@ class AsyncEngine:
           QueueFull: too many requests wait.
           EngineStopped: the engine has stopped.
         """
-        terms = (priority, user, deadline_s, tags)
-        return self._outputs(
-            lambda: self._asked(
-                prompt, sampling_params, request_id, arrival_time, terms, cache_salt
+
+        def asked() -> tuple[Stream, Callable[[], None]]:
+            engine = self._engine
+            arrival_s = self.now() if arrival_time is None else arrival_time
+            text, token_ids, salt = read("prompt", prompt, self._tokenizer)
+            if salt is not None and cache_salt is not None:
+                raise ValueError(
+                    f"cache_salt={cache_salt!r} must not be given beside the prompt's "
+                    f"own, {salt!r}; drop one"
+                )
+            # Checked and copied here: it takes time, and the list is the caller's.
+            vocab, config, shape = engine.model.vocab_size, engine.config, engine.shape
+            token_ids = validation.check_prompt(token_ids, vocab, config, shape)
+            name = uuid.uuid4().hex if request_id is None else request_id
+            add = functools.partial(
+                engine.add_request,
+                name,
+                np.array(token_ids, np.int64),
+                sampling_params,
+                arrival_s,
+                priority,
+                user,
+                deadline_s,
+                tags,
+                salt if cache_salt is None else cache_salt,
+                prompt=text,
             )
-        )
+            kind = getattr(sampling_params, "output_kind", None)
+            return Stream(name, deltas=kind == "delta"), add
+
+        return self._outputs(asked)
 
     def fork(
         self,
@@ -149,41 +174,6 @@ class AsyncEngine:
             return stream, fork
 
         return self._outputs(asked)
-
-    def _asked(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        request_id: str | None,
-        arrival_time: float | None,
-        terms: tuple,
-        cache_salt: str | None,
-    ) -> tuple[Stream, Callable[[], None]]:
-        """What `generate` asks for: its stream, and what submits it."""
-        engine = self._engine
-        arrival_s = self.now() if arrival_time is None else arrival_time
-        text, token_ids, salt = read("prompt", prompt, self._tokenizer)
-        if salt is not None and cache_salt is not None:
-            raise ValueError(
-                f"cache_salt={cache_salt!r} must not be given beside the prompt's own, "
-                f"{salt!r}; drop one"
-            )
-        # Checked and copied here: it takes time, and the list is the caller's.
-        vocab, config, shape = engine.model.vocab_size, engine.config, engine.shape
-        token_ids = validation.check_prompt(token_ids, vocab, config, shape)
-        name = uuid.uuid4().hex if request_id is None else request_id
-        add = functools.partial(
-            engine.add_request,
-            name,
-            np.array(token_ids, np.int64),
-            sampling_params,
-            arrival_s,
-            *terms,
-            salt if cache_salt is None else cache_salt,
-            prompt=text,
-        )
-        kind = getattr(sampling_params, "output_kind", None)
-        return Stream(name, deltas=kind == "delta"), add
 
     async def _outputs(
         self, asked: Callable[[], tuple[Stream, Callable[[], None]]]

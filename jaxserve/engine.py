@@ -379,7 +379,8 @@ class Engine:
 
         Args:
           params: of the structure, shapes and dtypes of those they replace, or in the
-            model's plain layout; arrays on a device are taken as they are.
+            model's plain layout; arrays on a device are taken as they are, sharded ones
+            too. (Those sharded otherwise than the ones before compile anew, once.)
           mode: "wait" takes in nobody and serves the requests that hold a slot to
             their end first. "recompute" computes their KV again with the new
             weights; their output goes on where it was. "keep" lets them go on with

@@ -49,14 +49,14 @@ def several(field: str, value: object, what: str) -> tuple:
 
 def texts(field: str, value: object) -> tuple[str, ...] | None:
     """A collection of non-empty strings, None for none, or ValueError."""
-    texts = several(field, value, "a non-empty string, or several")
-    for one in texts:
+    found = several(field, value, "a non-empty string, or several")
+    for one in found:
         if not isinstance(one, str) or not one:
             raise ValueError(f"{field}={one!r} must be a non-empty string, or several")
-    return texts or None
+    return found or None
 
 
 def ids(field: str, value: object) -> tuple[int, ...]:
     """A collection of token ids, or ValueError."""
-    ids = several(field, value, "several, each an integer >= 0")
-    return tuple(integer(field, token, 0) for token in ids)
+    found = several(field, value, "several, each an integer >= 0")
+    return tuple(integer(field, token, 0) for token in found)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import tree_util
+from jax.sharding import AxisType
 
 from jaxserve.models.base import Model, Params
 
@@ -22,8 +23,8 @@ def replacement(model: Model, current: Params, new: Params) -> Params:
     out as the current ones are (`Model.prepare`, O(weights)).
 
     Raises:
-      ValueError: naming the first leaf of other shape or dtype, or the one that is
-        missing or has no place.
+      ValueError: naming the first leaf of other shape or dtype, of an explicit mesh, or
+        the one that is missing or has no place.
     """
     if not _alike(current, new):
         new = _prepared(model, current, new)
@@ -39,6 +40,14 @@ def replacement(model: Model, current: Params, new: Params) -> Params:
                 f"params{tree_util.keystr(path)} is {found.dtype}{list(found.shape)} "
                 f"and must be {old.dtype}{list(old.shape)}, as what it replaces; "
                 "convert it, or make another engine"
+            )
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if mesh is not None and AxisType.Explicit in mesh.axis_types:
+            raise ValueError(
+                f"params{tree_util.keystr(path)} is sharded over a mesh with axes of "
+                f"the types {mesh.axis_types}, and the engine's programs leave layouts "
+                "to the compiler: none may be Explicit; put it on a mesh of "
+                "AxisType.Auto"
             )
     return jax.tree.map(_settled, new)
 

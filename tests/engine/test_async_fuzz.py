@@ -166,6 +166,21 @@ class World:
         job = self.jobs[i]
         return direct_with(job.prompt, job.params, stop_ids, sample, Letters().encode)
 
+    def check_fork(self, output: RequestOutput) -> None:
+        """All of a greedy one, however it was made, are tokens of its job; of a delta
+        they are the last. (What stops it nobody here knows.)"""
+        prompt, got = output.prompt_token_ids, output.outputs[0].token_ids
+        like = [i for i, job in enumerate(self.jobs) if job.prompt == prompt]
+        assert like, "a prompt that nobody asked for"
+        if any(self.jobs[i].seed is not None for i in like):
+            return  # its place in the random stream is not known
+        if any("min_tokens" in self.jobs[i].fields for i in like):
+            return  # stop ids decide what is drawn
+        whole = [self.expected(i, 0) for i in like]
+        cuts = range(21)
+        assert any(w[c : c + len(got)] == got for w in whole for c in cuts), "wrong"
+        self.count("forks checked")
+
     def count(self, what: str) -> None:
         with self._lock:
             self.seen[what] += 1
@@ -371,6 +386,7 @@ async def fork(world: World, rng: random.Random) -> None:
             return world.count("forks")
         *_, last = [output async for output in world.engine.fork(parent, name)]
         assert last.finished and last.request_id == name
+        world.check_fork(last)
         world.count("forks with a client")
     except QueueFull:
         world.count("refused: full")
@@ -605,6 +621,7 @@ EXPECTED = (
     "released",
     "forks",
     "forks with a client",
+    "forks checked",
     "snapshots",
     "lost: restored",
     "preemptions",

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxserve import Engine
 from jaxserve.models.hash_model import HashModel, next_token
@@ -158,11 +160,33 @@ def test_new_weights_compile_nothing(shape) -> None:
     assert served.stats()["compiles"] == before
 
 
-def test_arrays_on_a_device_are_taken_as_they_are() -> None:
-    engine = Engine(MODEL, weights(0), JAX)
-    new = weights(5)
-    engine.update_params(new)
-    assert engine.params["bias"] is new["bias"] and engine.params["mark"] is new["mark"]
+def sharded(params, axis_type: AxisType):
+    """On a mesh of the one device."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(axis_type,))
+    return jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+
+
+def test_sharded_arrays_are_taken_as_they_are() -> None:
+    engine = Engine(MODEL, sharded(weights(0), AxisType.Auto), JAX)
+    compiles = []
+    for version, mark in enumerate((0, 5, 9)):
+        new = sharded(weights(mark), AxisType.Auto)
+        if version:
+            engine.update_params(new)
+            assert engine.params["bias"] is new["bias"]
+        told = _serve(engine, f"{version}", 4)
+        prompt = list(range(1, 10))
+        assert told.token_ids == continued(prompt, [], 4, lambda i, mark=mark: mark)
+        compiles.append(engine.stats()["compiles"])
+    # The first update forgets cached blocks, by a launch that nothing had needed.
+    assert compiles[2] == compiles[1] <= compiles[0] + 1
+
+
+def test_arrays_of_an_explicit_mesh_are_refused_and_the_engine_goes_on() -> None:
+    served = Served(config(4, 1, 1, num_blocks=64))
+    with pytest.raises(ValueError, match=r"\['bias'\].*Explicit.*AxisType.Auto"):
+        served.engine.update_params(sharded(weights(5), AxisType.Explicit))
+    assert served.run("0", PROMPT, 5).outputs[0].token_ids == direct(PROMPT, 5)
 
 
 @pytest.mark.parametrize(
