@@ -9,6 +9,7 @@ A *payload* is a copy of one block in host memory; its name is never used again.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Literal, NamedTuple
 
 from jaxserve.processors import Setup
@@ -80,6 +81,13 @@ class Load(NamedTuple):
     label: Label
 
 
+class Erase(NamedTuple):
+    """What is on disk and not needed."""
+
+    label: Label
+    after: int = 0  # saves of the same launch; for the others it makes room
+
+
 class Moves(NamedTuple):
     """What crosses around one launch, in this order.
 
@@ -96,11 +104,23 @@ class Moves(NamedTuple):
     cancel: tuple[int, ...] = ()  # fetches that nobody will restore
     save: tuple[Save, ...] = ()  # to disk, while launches run
     load: tuple[Load, ...] = ()  # from disk, while launches run
-    erase: tuple[Label, ...] = ()  # what is on disk and not needed
+    erase: tuple[Erase, ...] = ()  # between the saves, by `after`
     drop: tuple[int, ...] = ()  # payloads not needed after all of these
 
 
 STILL = Moves()
+
+
+def writes(moves: Moves) -> list[Save | Erase]:
+    """What is written to disk and erased, in order."""
+    orders: list[Save | Erase] = []
+    gone = deque(moves.erase)
+    for i, save in enumerate(moves.save):
+        while gone and gone[0].after <= i:
+            orders.append(gone.popleft())
+        orders.append(save)
+    return orders + list(gone)
+
 
 Way = Literal["out", "in", "save", "load"]
 """Device to host, host to device, host to disk, disk to host."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxserve.executors.worker import Worker
 from jaxserve.kv_tiers.block_file import Damaged
 from jaxserve.kv_tiers.disk_store import DiskStore
 from jaxserve.kv_tiers.host_pool import HostPool, Payload
-from jaxserve.moves import Label, Load, Transferred, Way
+from jaxserve.moves import Erase, Label, Load, Save, Transferred, Way
 
 _LOOK_S = 5.0
 """How often to look for what other engines have written."""
@@ -67,25 +67,30 @@ class Disk:
 
     def save(
         self,
-        names: Sequence[int],
-        blocks: Sequence[tuple[Label, Payload]],
+        orders: Sequence[Save | Erase],
+        payloads: Mapping[int, Payload],
         store: DiskStore,
     ) -> None:
-        """Write payloads that were expected."""
+        """Write payloads that were expected, and remove files."""
         asked_s = time.perf_counter()
-        self._writer.submit(self._save, names, blocks, store, asked_s)
+        self._writer.submit(self._save, orders, payloads, store, asked_s)
 
     def _save(
         self,
-        names: Sequence[int],
-        blocks: Sequence[tuple[Label, Payload]],
+        orders: Sequence[Save | Erase],
+        payloads: Mapping[int, Payload],
         store: DiskStore,
         asked_s: float,
     ) -> None:
         start_s = time.perf_counter()
-        for name, (label, payload) in zip(names, blocks, strict=True):
-            self._finish(name, store.save, label, payload)
-        self._clock("save", names, asked_s, start_s)
+        for order in orders:
+            if isinstance(order, Save):
+                payload = payloads[order.name]
+                self._finish(order.name, store.save, order.label, payload)
+            else:
+                store.erase(order.label)
+        if payloads:
+            self._clock("save", list(payloads), asked_s, start_s)
 
     def load(self, orders: Sequence[Load]) -> None:
         """Read payloads into host memory."""
@@ -123,11 +128,6 @@ class Disk:
         seconds = time.perf_counter() - start_s
         waited_s = start_s - asked_s
         self._timed.append(Transferred(way, tuple(names), seconds, waited_s))
-
-    def erase(self, labels: Sequence[Label], store: DiskStore) -> None:
-        """Remove files, after all that was to be written before."""
-        for label in labels:
-            self._writer.submit(store.erase, label)
 
     def done(self) -> list[tuple[int, bool]]:
         """Payloads saved and loaded since the last call, and whether they made it."""

@@ -26,7 +26,16 @@ from jaxserve.executors.worker import Worker
 from jaxserve.kv_tiers.disk_store import DiskStore
 from jaxserve.kv_tiers.host_pool import HostPool
 from jaxserve.models.base import Model
-from jaxserve.moves import Arrived, Fetch, Moves, Restore, Save, Transferred
+from jaxserve.moves import (
+    Arrived,
+    Erase,
+    Fetch,
+    Moves,
+    Restore,
+    Save,
+    Transferred,
+    writes,
+)
 
 Blocks = dict[str, jax.Array]
 """Contents of blocks on the device, [fold, E, ...] for each group of pages."""
@@ -150,21 +159,20 @@ class Transfers:
                 "num_disk_blocks has blocks written to disk, but the executor has no "
                 "disk; set disk_cache_dir, or give it a DiskStore"
             )
-        if moves.save:
-            for save in moves.save:
-                self._disk.expect(save.name)
-            # Of the weights that they were computed with, whenever they are written.
-            self._do(self._hand_over, moves.save, self._disk.store)
+        for save in moves.save:
+            self._disk.expect(save.name)
         if moves.load:
             self._disk.load(moves.load)
-        if moves.erase:
-            self._do(self._disk.erase, moves.erase, self._disk.store)
+        if moves.save or moves.erase:
+            # Of the weights that they were computed with, whenever they are written.
+            self._do(self._hand_over, writes(moves), self._disk.store)
 
-    def _hand_over(self, saves: Sequence[Save], store: DiskStore) -> None:
+    def _hand_over(self, orders: Sequence[Save | Erase], store: DiskStore) -> None:
         """Have payloads written, now that they are on the host."""
         assert self._disk is not None
-        blocks = [(save.label, self._host.one(save.name)) for save in saves]
-        self._disk.save([save.name for save in saves], blocks, store)
+        names = [order.name for order in orders if isinstance(order, Save)]
+        payloads = {name: self._host.one(name) for name in names}
+        self._disk.save(orders, payloads, store)
 
     def renew_store(self, fingerprint: bytes) -> DiskStore:
         """Write and read blocks of other weights from now on; those of the old ones

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.config import EngineShape
 from jaxserve.core import ADMIT_FIELDS, Request, StepPlan, empty_plan, random_seed
-from jaxserve.moves import Fetch, Label, Load, Moves, Restore, Save, Spill
+from jaxserve.moves import Erase, Fetch, Load, Moves, Restore, Save, Spill
 from jaxserve.processors import Setup
 
 
@@ -36,7 +36,7 @@ class PlanBuilder:
         self.cancel: list[int] = []
         self.save: list[Save] = []
         self.load: list[Load] = []
-        self.erase: list[Label] = []
+        self.erase: list[Erase] = []
         self.drop: list[int] = []
 
     @property

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from jaxserve.moves import NO_KEY, Arrived, Label, Load, Save
+from jaxserve.moves import NO_KEY, Arrived, Erase, Label, Load, Save
 from jaxserve.scheduling.payloads import Payloads
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.tier_index import Eviction, TierIndex
@@ -86,7 +86,8 @@ class Tiers:
         self._abandoned: set[int] = set()  # of these, not wanted any more
         self._unready: set[bytes] = set()  # keys on disk whose file is not there yet
         self._private: dict[int, bool] = {}  # files of swapped requests: whether there
-        self._erased: list[Label] = []  # what no plan has erased yet
+        self._erased: list[Erase] = []  # what no plan has erased yet
+        self._saves = 0  # of the plan that is being built
         self._named: list[tuple[int, Label]] = []  # named since the last plan
         self._to_save: list[tuple[int, Label]] = []  # by `save_all`
         for label in stored:
@@ -315,17 +316,19 @@ class Tiers:
             self._erase(key)
 
     def _erase(self, key: bytes) -> None:
-        self._erased.append(self.disk.label(key))
+        self._erase_file(self.disk.label(key))
         self.disk.remove(key)
         self._unready.discard(key)
         self.left(key)
 
+    def _erase_file(self, label: Label) -> None:
+        self._erased.append(Erase(label, self._saves))
+
     def _save(self, plan: PlanBuilder, name: int, label: Label) -> None:
         self.payloads.hold(name, "window")
         self._saving[name] = label
-        # Erasures come after saves: what was to go before it is written again stays.
-        self._erased = [gone for gone in self._erased if gone.key != label.key]
         plan.save.append(Save(name, label))
+        self._saves = len(plan.save)
         if label.parent == NO_KEY:
             self._private[name] = False
         else:
@@ -346,7 +349,7 @@ class Tiers:
                 self.counters.unreachable_blocks += 1
                 gone.append(child)
             for child in self.disk.children(key):
-                self._erased.append(self.disk.label(child))
+                self._erase_file(self.disk.label(child))
                 self.disk.remove(child)
                 self._unready.discard(child)
                 self.counters.unreachable_blocks += 1
@@ -375,7 +378,7 @@ class Tiers:
     def forget_swapped(self, name: int) -> None:
         """A private column on disk is not needed any more."""
         if self._private.pop(name, None) is not None:
-            self._erased.append(_private(name))
+            self._erase_file(_private(name))
 
     # Up -------------------------------------------------------------------------------
 
@@ -429,7 +432,7 @@ class Tiers:
                 self._private.pop(int.from_bytes(label.key, "little"), None)
             if self._written_by(name, label):
                 self._lose(label.key)
-                self._erased.append(label)  # whatever is there is no use
+                self._erase_file(label)  # whatever is there is no use
         for label in arrived.found:
             if label.key not in self.disk:
                 self.disk.add(label)
@@ -469,7 +472,7 @@ class Tiers:
             assert name is not None
             self.payloads.let_go(name, "pool")
         for label in self.disk.labels():
-            self._erased.append(label)
+            self._erase_file(label)
             self.disk.remove(label.key)
         self._unready.clear()
 
@@ -477,6 +480,7 @@ class Tiers:
         """Erase and drop in this plan what was let go of."""
         plan.erase += self._erased
         self._erased.clear()
+        self._saves = 0
         self.payloads.flush(plan)
 
     def holds_nothing(self) -> bool:

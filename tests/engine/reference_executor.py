@@ -18,7 +18,7 @@ from jaxserve.config import EngineShape
 from jaxserve.core import ADMIT_FIELDS, Scores, StepOutput, StepPlan
 from jaxserve.executors.cost_model import LinearCost, LogicalClock
 from jaxserve.executors.link import INSTANT, LinkCost
-from jaxserve.moves import STILL, Arrived, Label, Moves, Restore, Spill
+from jaxserve.moves import STILL, Arrived, Label, Moves, Restore, Save, Spill, writes
 from jaxserve.processors import Setup
 from tests.processing import log_softmax, process
 from tests.serving import draw, hash_logits
@@ -116,16 +116,19 @@ class ReferenceExecutor:
             self._staged[fetch.number] = [self.host[name] for name in fetch.names]
         for number in moves.cancel:
             del self._staged[number]
-        for name, label in moves.save:
-            self._under_way[name] = self.disk[label.key] = label, self.host[name]
         for name, label in moves.load:
             assert name not in self.host, "a payload's name is used again"
             self._under_way[name] = self.disk[label.key]
             self._loads.add(name)
             held, self.host[name] = self.disk[label.key]
             assert held == label, "a file is read as another's"
-        for label in moves.erase:
-            self.disk.pop(label.key, None)
+        for order in writes(moves):
+            key = order.label.key
+            if isinstance(order, Save):
+                self.disk[key] = order.label, self.host[order.name]
+                self._under_way[order.name] = self.disk[key]
+            else:
+                self.disk.pop(key, None)
         for name in moves.drop:
             assert name not in self._under_way, "dropped while it is copied"
             del self.host[name]

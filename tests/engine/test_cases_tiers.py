@@ -443,6 +443,36 @@ def test_two_engines_share_a_directory(
     two.engine.close()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_quota_is_kept_after_every_write(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by chains that are longer than it, and by requests that are swapped to
+    disk."""
+    rng = random.Random(seed)
+    quota = rng.choice([3, 5, 12])
+    shape = dataclasses.replace(
+        JAX,
+        num_blocks=16,
+        num_disk_blocks=quota,
+        preemption_mode="disk",
+        tier_write=("through", "on_eviction")[seed % 2],
+    )
+    save, counts = DiskStore.save, []
+
+    def counted(store: DiskStore, label, payload) -> None:
+        save(store, label, payload)
+        counts.append(len([*tmp_path.rglob("*.kv")]))
+
+    monkeypatch.setattr(DiskStore, "save", counted)
+    served = on_disk(tmp_path, shape, policy=by_priority())
+    serve(served, workload(seed, 40, spread_s=0.0))
+    served.engine.settle_tiers()
+    served.check_nothing_is_left()
+    served.engine.close()
+    assert max(counts) == quota
+
+
 def test_a_quota_is_kept_and_children_leave_before_parents(tmp_path: Path) -> None:
     shape = dataclasses.replace(THROUGH, num_disk_blocks=5)
     served = on_disk(tmp_path, shape)

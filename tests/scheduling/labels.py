@@ -6,7 +6,7 @@ A block is named by its path: "ab" follows "a", and is followed by "abc" and "ab
 from __future__ import annotations
 
 from jaxserve.config import EngineConfig
-from jaxserve.moves import Label, Moves, Spill
+from jaxserve.moves import Erase, Label, Moves, Spill
 from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.tiers import Place, Tiers
 
@@ -46,6 +46,11 @@ def on_disk(*paths: str) -> list[Place]:
     return [Place("disk", label=label(path)) for path in paths]
 
 
+def erased(*paths: str, after: int = 0) -> tuple[Erase, ...]:
+    """Orders to erase files, after so many saves."""
+    return tuple(Erase(label(path), after) for path in paths)
+
+
 def plan() -> PlanBuilder:
     """An empty one."""
     return PlanBuilder(SHAPE, 16)
@@ -60,5 +65,5 @@ def flushed(tiers: Tiers, built: PlanBuilder) -> Moves:
 def but_erasing(moves: Moves, *labels: Label) -> Moves:
     """Moves without erasures of these: what a failure left on disk nobody knows, and
     to erase it once more does no harm."""
-    erase = tuple(each for each in moves.erase if each not in labels)
+    erase = tuple(each for each in moves.erase if each.label not in labels)
     return moves._replace(erase=erase)

@@ -13,7 +13,7 @@ from collections import deque
 import pytest
 
 from jaxserve.core import Request
-from jaxserve.moves import NO_KEY, Arrived, Label, Moves
+from jaxserve.moves import NO_KEY, Arrived, Erase, Label, Moves, writes
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.incoming import Incoming
 from jaxserve.scheduling.payloads import Payloads
@@ -67,9 +67,10 @@ class Machine:
         for save in moves.save:
             assert save.name not in self.busy, "it is being written"
             assert self.host[save.name] == save.label.key, "it is written as another"
-            self._writer.append(save)
+        for order in writes(moves):
+            erased = isinstance(order, Erase)
+            self._writer.append((-1, order.label) if erased else order)
         self._reader += moves.load
-        self._writer += [(-1, gone) for gone in moves.erase]
         self.busy.update(order.name for order in moves.save + moves.load)
         for name in moves.drop:
             assert name not in self.busy, "it is dropped while it is copied"

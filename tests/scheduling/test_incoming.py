@@ -14,6 +14,7 @@ from jaxserve.scheduling.plan_builder import PlanBuilder
 from jaxserve.scheduling.tiers import Place, Tiers
 from tests.scheduling.labels import (
     but_erasing,
+    erased,
     key,
     keys,
     label,
@@ -294,7 +295,7 @@ def test_after_a_failed_load_those_before_it_are_fetched() -> None:
     assert below.of(5).waits and below.of(5).end == 1
     # "abc" cannot be found any more, and is held until it has come.
     moves = but_erasing(below.advance(), label("ab"))
-    assert moves == Moves(erase=(label("abc"),))
+    assert moves == Moves(erase=erased("abc"))
     assert below.tiers.payloads.used("window") == 2
     below.arrived(Arrived(done=(0, 2)))
     assert below.advance() == Moves(fetch=(Fetch(0, 0, (0,)),), drop=(2, 0))
@@ -364,7 +365,7 @@ def test_a_file_that_is_gone_first_leaves_nothing_to_wait_for() -> None:
     below.ask(built, 0, "ab")
     below.ask(built, 1, "xy", swapped=True)
     below.arrived(Arrived(done=(0, 1), gone=(key("x"),)))
-    assert below.flushed(built).erase == (label("xy"),)
+    assert below.flushed(built).erase == erased("xy")
     assert below.of(1).given_up and len(built.load) == 2
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.core import Request
-from jaxserve.moves import Arrived, Label, Moves, Save, Spill
+from jaxserve.moves import Arrived, Erase, Label, Moves, Save, Spill
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.payloads import Payloads
 from jaxserve.scheduling.plan_builder import PlanBuilder
@@ -15,6 +15,7 @@ from jaxserve.scheduling.swap_space import SwapSpace
 from jaxserve.scheduling.tiers import Place, Tiers
 from tests.scheduling.labels import (
     H,
+    erased,
     flushed,
     handle_spill,
     key,
@@ -136,7 +137,7 @@ def test_what_follows_a_lost_block_is_lost_too() -> None:
     space.take(first, stay(0, 0, "a", 5), range(1, 2), promised=0)
     tiers.load(first, label("ab"), request=7)  # for another: the window is full
     space.evicted(first, 8, label("a"))
-    assert space.lost == 1 and flushed(tiers, first).erase == (label("ab"),)
+    assert space.lost == 1 and flushed(tiers, first).erase == erased("ab")
 
 
 def test_what_one_loses_makes_room_for_another() -> None:
@@ -228,7 +229,8 @@ def test_all_that_a_request_needs_is_written_at_once() -> None:
     flushed(space.tiers, plan())
     # Its own columns are erased with it; what has a name is cached.
     space.drop(0)
-    assert flushed(space.tiers, plan()).erase == (files(built)[2], files(built)[3])
+    mine = files(built)
+    assert flushed(space.tiers, plan()).erase == (Erase(mine[2]), Erase(mine[3]))
     assert space.tiers.find(keys("ab")) == on_disk("a", "ab")
     assert space.holds_nothing() and space.tiers.holds_nothing()
 
@@ -253,7 +255,7 @@ def test_what_it_needs_is_kept_on_a_full_disk() -> None:
     tiers = disk(2, 4, 0, "a", "x")
     space, built = SwapSpace(tiers), plan()
     space.take_to_disk(built, stay(0, 2, "a", 6), range(1, 2), [(7, label("a"))])
-    assert flushed(tiers, built).erase == (label("x"),)
+    assert flushed(tiers, built).erase == erased("x")
     assert len(built.save) == 1 and tiers.room_on_disk() == 0
     space.drop(0)
     tiers.arrived(Arrived(done=(0,)))

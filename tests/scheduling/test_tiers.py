@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.moves import Arrived, Label, Load, Moves, Save, Spill
+from jaxserve.moves import Arrived, Erase, Label, Load, Moves, Save, Spill
 from jaxserve.scheduling.payloads import Payloads
 from jaxserve.scheduling.tiers import Place, Tiers, Write
 from tests.scheduling.labels import (
     H,
     but_erasing,
+    erased,
     flushed,
     handle_spill,
     key,
@@ -201,7 +202,7 @@ def test_what_the_host_has_no_time_to_write_is_lost_with_what_follows_it() -> No
     evict(tiers, "a")
     busy = tiers.load(plan(), label("ab"), request=0)  # fills the window
     moves = evict(tiers, "x")
-    assert moves == Moves(spill=(handle_spill(2, 0),), erase=(label("ab"),), drop=(0,))
+    assert moves == Moves(spill=(handle_spill(2, 0),), erase=erased("ab"), drop=(0,))
     assert tiers.counters.skipped_saves == 1
     assert tiers.counters.unreachable_blocks == 1
     # What is loaded by then is not cached any more.
@@ -218,7 +219,7 @@ def test_a_payload_under_way_to_disk_is_not_written_twice_at_once() -> None:
     assert flushed(tiers, first).save == (Save(0, label("a")),)
     assert tiers.keep(second, 1, label("x"))  # takes its place on disk
     moves = flushed(tiers, second)
-    assert moves.save == (Save(1, label("x")),) and moves.erase == (label("a"),)
+    assert moves.save == (Save(1, label("x")),) and moves.erase == erased("a")
     assert tiers.keep(third, 0, label("a")) and flushed(tiers, third) == Moves()
     assert tiers.counters.skipped_saves == 1
     assert tiers.find(keys("a")) == on_host(0)
@@ -232,9 +233,9 @@ def test_a_full_disk_forgets_what_was_not_used_longest() -> None:
     assert tiers.room_on_disk() == 3
     tiers.use(keys("x"))
     moves = evict(tiers, "y")
-    assert moves.erase == (label("ab"),) and moves.save == (Save(0, label("y")),)
-    assert evict(tiers, "z").erase == (label("a"),)
-    assert evict(tiers, "w").erase == (label("x"),)
+    assert moves.erase == erased("ab") and moves.save == (Save(0, label("y")),)
+    assert evict(tiers, "z").erase == erased("a")
+    assert evict(tiers, "w").erase == erased("x")
     assert tiers.disk_used == 3 and tiers.find(keys("x")) == []
 
 
@@ -242,7 +243,7 @@ def test_what_is_stored_beyond_the_room_is_erased_at_once() -> None:
     paths = ["abc", "x", "ab", "a", "y"]  # the longest unused first
     tiers = Tiers(Payloads(0, window=1), 3, stored=stored(*paths))
     assert tiers.disk_used == 3
-    assert flushed(tiers, plan()).erase == (label("abc"), label("x"))
+    assert flushed(tiers, plan()).erase == erased("abc", "x")
     assert tiers.find(keys("abc")) == on_disk("a", "ab")
     none = Tiers(Payloads(4), stored=stored(*paths))
     assert none.disk_used == 0 and flushed(none, plan()) == Moves()
@@ -259,7 +260,7 @@ def test_pinned_blocks_leave_no_tier() -> None:
     assert flushed(tiers, built) == Moves(
         spill=(handle_spill(1, 0),),
         save=(Save(1, label("b")),),
-        erase=(label("y"),),
+        erase=erased("y"),
     )
     tiers.pin(keys("b"))
     assert tiers.room_on_disk() == 0
@@ -278,11 +279,10 @@ def test_what_is_written_again_is_not_erased() -> None:
     tiers, built = Tiers(Payloads(0, window=3), 1, stored=stored("a")), plan()
     assert tiers.evicted(built, 0, label("x"))  # erases "a"
     assert tiers.evicted(built, 1, label("a"))  # erases "x", writes "a" anew
-    # The erasures of a plan follow its saves.
     assert flushed(tiers, built) == Moves(
         spill=(handle_spill(0, 0), handle_spill(1, 1)),
         save=(Save(0, label("x")), Save(1, label("a"))),
-        erase=(label("x"),),
+        erase=(*erased("a"), *erased("x", after=1)),
     )
     assert tiers.disk_used == 1
     tiers.arrived(Arrived(done=(0,)))
@@ -294,10 +294,10 @@ def test_what_is_written_again_is_not_erased() -> None:
 def test_a_file_is_there_once_the_last_order_to_write_it_is_done() -> None:
     tiers = Tiers(Payloads(0, window=3), 1)
     assert evict(tiers, "a").save == (Save(0, label("a")),)
-    assert evict(tiers, "x").erase == (label("a"),)
+    assert evict(tiers, "x").erase == erased("a")
     assert not tiers.is_coming(key("a"))
     moves = evict(tiers, "a")
-    assert moves.save == (Save(2, label("a")),) and moves.erase == (label("x"),)
+    assert moves.save == (Save(2, label("a")),) and moves.erase == erased("x")
     # The first file is there, and then erased by the second plan.
     tiers.arrived(Arrived(done=(0, 1)))
     assert tiers.place(key("a")) is None and tiers.is_coming(key("a"))
@@ -319,10 +319,10 @@ def test_a_file_that_could_not_be_written_again_is_found_or_erased() -> None:
     tiers, built = Tiers(Payloads(0, window=3), 1, stored=stored("a")), plan()
     tiers.evicted(built, 0, label("x"))
     tiers.evicted(built, 1, label("a"))
-    assert flushed(tiers, built).erase == (label("x"),)  # the old file stays
+    assert flushed(tiers, built).erase == (*erased("a"), *erased("x", after=1))
     tiers.arrived(Arrived(done=(0,), failed=(1,)))
     found = tiers.find(keys("a")) == on_disk("a")
-    assert found != (label("a") in flushed(tiers, plan()).erase)
+    assert found != (erased("a") == flushed(tiers, plan()).erase)
 
 
 # What fails ---------------------------------------------------------------------------
@@ -397,7 +397,7 @@ def family() -> tuple[Tiers, set[bytes]]:
     return tiers, device
 
 
-GONE = {label("abc"), label("abcd"), label("ad")}
+GONE = {*erased("abc", "abcd", "ad")}
 
 
 def check_only_xy_is_left(tiers: Tiers) -> None:
@@ -448,6 +448,7 @@ def test_it_goes_when_the_block_cannot_be_read_or_written(how: str) -> None:
     else:
         assert tiers.keep(built, 8, label("a"), to_disk=True)
         name = built.save[0].name
+    flushed(tiers, built)
     device.clear()
     tiers.left(key("a"))
     assert tiers.counters.unreachable_blocks == 0  # it is there, or may come
@@ -466,7 +467,7 @@ def test_it_goes_when_a_full_disk_forgets_the_block() -> None:
     built = plan()
     assert tiers.keep(built, 8, label("x"), to_disk=True)
     moves = flushed(tiers, built)
-    assert moves.erase == (label("a"),) and moves.drop == (0,)
+    assert moves.erase == erased("a") and moves.drop == (0,)
     assert tiers.counters.unreachable_blocks == 1 and len(tiers.host) == 0
 
 
@@ -505,7 +506,7 @@ def test_clear_forgets_every_block() -> None:
     built = plan()
     tiers.write_through(built, {key("z"): 4, key("y"): 9}.get)
     moves = flushed(tiers, built)
-    assert set(moves.erase) == {label("a"), label("x")} and len(moves.erase) == 2
+    assert set(moves.erase) == {*erased("a", "x")} and len(moves.erase) == 2
     assert not (moves.drop or moves.spill or moves.save)  # 0 is being written
     assert tiers.find(keys("a")) == tiers.find(keys("x")) == []
     assert (tiers.disk_used, tiers.payloads.used("pool")) == (0, 0)
@@ -519,7 +520,7 @@ def test_cleared_blocks_can_be_named_and_written_again() -> None:
     evict(tiers, "a")
     tiers.clear()
     assert evict(tiers, "a") == Moves(
-        spill=(handle_spill(1, 0),), save=(Save(1, label("a")),)
+        spill=(handle_spill(1, 0),), save=(Save(1, label("a")),), erase=erased("a")
     )
     tiers.arrived(Arrived(done=(0, 1)))
     assert tiers.find(keys("a")) == on_disk("a")
@@ -570,7 +571,7 @@ def test_of_all_that_was_cached_a_full_disk_keeps_what_was_used_last() -> None:
     tiers.write_through(built, {key(path): h for path, h in device.items()}.get)
     moves = flushed(tiers, built)
     assert [save.label for save in moves.save] == [label("a"), label("c")]
-    assert moves.erase == (label("y"), label("z"))  # not "x", which was used last
+    assert moves.erase == (*erased("y"), *erased("z", after=1))  # not "x": used last
     tiers.arrived(Arrived(done=tuple(save.name for save in moves.save)))
     assert [len(tiers.find(keys(path))) for path in "bacx"] == [0, 1, 1, 1]
 
@@ -602,7 +603,7 @@ def test_blocks_of_other_engines_are_found_and_lost() -> None:
     assert flushed(tiers, plan()) == Moves()  # it is gone: nothing to erase
     # The directory is bounded by all: the longest unused make room.
     tiers.arrived(Arrived(found=(label("x"), label("y"), label("z"))))
-    assert flushed(tiers, plan()).erase == (label("a"),) and tiers.disk_used == 3
+    assert flushed(tiers, plan()).erase == erased("a") and tiers.disk_used == 3
 
 
 def test_what_is_being_written_is_not_lost_to_a_late_look_at_the_directory() -> None:
@@ -653,7 +654,7 @@ def test_a_private_column_goes_to_disk_and_is_erased_once_it_is_not_needed() -> 
     moves = flushed(tiers, built)
     assert moves.spill == (Spill(name, 2, 5, H),)
     ((saved, mine),) = moves.save
-    assert saved == name and moves.erase == (label("a"),)
+    assert saved == name and moves.erase == erased("a")
     assert tiers.payloads.take_copied() == [(4, name)]
     assert tiers.swapped(name) == "coming" and not tiers.has(Place("disk", label=mine))
     assert (tiers.disk_used, tiers.room_on_disk()) == (1, 0)
@@ -666,7 +667,7 @@ def test_a_private_column_goes_to_disk_and_is_erased_once_it_is_not_needed() -> 
     tiers.forget_swapped(name)
     tiers.forget_swapped(name)
     assert tiers.swapped(name) == "lost" and not tiers.has(there)
-    assert flushed(tiers, plan()) == Moves(erase=(mine,))
+    assert flushed(tiers, plan()) == Moves(erase=(Erase(mine),))
     assert tiers.disk_used == 0 and tiers.holds_nothing()
 
 
@@ -678,7 +679,7 @@ def test_a_private_column_may_be_forgotten_while_it_is_written(
     name = tiers.swap_column(built, 2, 5, request=4)
     flushed(tiers, built)
     tiers.forget_swapped(name)
-    assert flushed(tiers, plan()) == Moves(erase=(built.save[0].label,))
+    assert flushed(tiers, plan()) == Moves(erase=(Erase(built.save[0].label),))
     assert not tiers.holds_nothing()  # it is read from while it is written
     tiers.arrived(outcome)
     assert tiers.swapped(name) == "lost" and tiers.disk_used == 0
