@@ -89,8 +89,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "jaxserve.executors.worker": (),
     "jaxserve.executors.disk": ("jaxserve.executors.worker", "jaxserve.kv_tiers"),
+    "jaxserve.executors.staging": ("jax", "numpy"),
     "jaxserve.executors.transfers": (
         "jaxserve.executors.disk",
+        "jaxserve.executors.staging",
         "jaxserve.device.step",
         "jaxserve.device.transfer",
         "jaxserve.moves",

@@ -24,14 +24,14 @@ I32 = jnp.int32
 
 
 def _pages(block: jax.Array, pages: jax.Array, num_blocks: int) -> jax.Array:
-    """Indices i32[fold, E] of the pages of blocks i32[E]; past the end if P or more."""
-    fold = pages.shape[0] // num_blocks
-    layer = jnp.arange(fold, dtype=I32)[:, None] * num_blocks
-    return jnp.where(block < num_blocks, layer + block[None, :], pages.shape[0])
+    """Indices i32[E, fold] of the pages of blocks i32[E]; past the end if P or more."""
+    layer = jnp.arange(pages.shape[0] // num_blocks, dtype=I32)[None, :] * num_blocks
+    block = block[:, None]
+    return jnp.where(block < num_blocks, layer + block, pages.shape[0])
 
 
 def spill(state: EngineState, where: jax.Array) -> Pages:
-    """Copies of blocks, [fold, E, B, ...] for each group of pages.
+    """Copies of blocks, [E, fold, B, ...] for each group of pages.
 
     Args:
       where: i32[E, 3] slot and column, or S, M and a handle. Of padding, and of columns
@@ -68,7 +68,7 @@ def restore(
     slot, first, count, skip, length, last = order
     s, m = state.pool.table.shape
     p = state.pool.refs.shape[0]
-    size = jax.tree.leaves(payload)[0].shape[1]
+    size = jax.tree.leaves(payload)[0].shape[0]
     want = jnp.zeros(s, I32).at[slot].set(first + count, mode="drop")
     pool = block_pool.grow(state.pool, want, max_new=min(size, m))
     each = jnp.arange(size, dtype=I32)

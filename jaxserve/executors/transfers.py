@@ -22,6 +22,7 @@ from jaxserve.device.state import EngineState
 from jaxserve.device.step import num_compiled
 from jaxserve.device.transfer import compiled
 from jaxserve.executors.disk import Disk
+from jaxserve.executors.staging import Buffers, Staging
 from jaxserve.executors.worker import Worker
 from jaxserve.kv_tiers.disk_store import DiskStore
 from jaxserve.kv_tiers.host_pool import HostPool
@@ -38,7 +39,7 @@ from jaxserve.moves import (
 )
 
 Blocks = dict[str, jax.Array]
-"""Contents of blocks on the device, [fold, E, ...] for each group of pages."""
+"""Contents of blocks on the device, [E, fold, ...] for each group of pages."""
 
 
 class Transfers:
@@ -55,13 +56,16 @@ class Transfers:
         self._sizes = shape.transfer_buckets
         self._run = compiled(model, shape)
         self._programs_before = self._programs
-        self._pages = model.page_shapes(shape.num_blocks, shape.block_size)
         self._host = HostPool()
         self._copier: Worker | None = None
         # Blocks of each fetch on their way to the device or there, in the pieces that
         # one program takes.
         self._staged: dict[int, Future[list[Blocks]]] = {}
-        self._stage_s: dict[int, float] = {}  # the copying thread's
+        # The copying thread's: how long each took, and what it lies in.
+        self._stage_s: dict[int, float] = {}
+        self._buffers: dict[int, list[Buffers]] = {}
+        pages = model.page_shapes(shape.num_blocks, shape.block_size)
+        self._staging = Staging(pages, shape.num_blocks)
         self._fetched: deque[int] = deque()  # not told yet
         self._timed: deque[Transferred] = deque()
         self._wake = threading.Event()
@@ -185,12 +189,14 @@ class Transfers:
     def _stage(self, fetch: Fetch) -> list[Blocks]:
         """Copy payloads to the device."""
         start_s = self._clock()
-        pieces = []
+        pieces, buffers = [], []
         for names in self._parts(fetch.names):
-            size = bucket(len(names), self._sizes)
-            pieces.append(jax.device_put(dict(self._host.get(names, size))))
+            buffers.append(self._staging.take(bucket(len(names), self._sizes)))
+            self._host.get(names, buffers[-1])
+            pieces.append(jax.device_put(buffers[-1]))
         jax.block_until_ready(pieces)
         self._stage_s[fetch.number] = self._clock() - start_s
+        self._buffers[fetch.number] = buffers
         self._fetched.append(fetch.number)
         self._wake.set()
         return pieces
@@ -233,22 +239,14 @@ class Transfers:
             start_s = time.perf_counter()
             jax.block_until_ready(after)
             seconds += time.perf_counter() - start_s
+        for buffers in self._buffers.pop(fetch.number, []):
+            self._staging.give(buffers, after)
         self._timed.append(Transferred("in", fetch.names, seconds, 0.0, fetch.number))
-
-    def _nothing(self, size: int) -> Blocks:
-        """Blocks that do not count, on the device as those that were fetched."""
-        blocks = self._shape.num_blocks
-        return jax.device_put(
-            {
-                group: np.zeros(
-                    (pages.shape[0] // blocks, size, *pages.shape[1:]), pages.dtype
-                )
-                for group, pages in self._pages.items()
-            }
-        )
 
     def _forget_fetch(self, number: int) -> None:
         self._stage_s.pop(number, None)
+        for buffers in self._buffers.pop(number, []):
+            self._staging.give(buffers)
 
     # Reports --------------------------------------------------------------------------
 
@@ -288,7 +286,10 @@ class Transfers:
         """Payloads, what is staged, and what is not told yet, all copies being done."""
         self._do(lambda: None).result()
         disk = self._disk.outcomes() if self._disk else []
-        staged = {n: jax.device_get(job.result()) for n, job in self._staged.items()}
+        staged = {
+            number: jax.tree.map(np.array, job.result())  # copied: it may be a buffer
+            for number, job in self._staged.items()
+        }
         return {
             "payloads": self._host.all(),
             "staged": staged,
@@ -305,6 +306,7 @@ class Transfers:
             self._disk.outcomes()  # what is under way is not the snapshot's
         self._host.replace(saved["payloads"])
         self._staged = {}
+        self._buffers = {}  # of arrays that live as long as they are read
         for number, pieces in saved["staged"].items():
             job = self._staged[number] = Future()
             job.set_result(jax.device_put(pieces))
@@ -346,5 +348,8 @@ class Transfers:
         for size in self._sizes:
             self._run.spill(state, np.array([nowhere] * size, np.int32))
             order = np.array((shape.max_slots, 0, 0, 0, 0, 0), np.int32)
-            state, _ = self._run.restore(state, order, self._nothing(size))
+            self._do(self._staging.warm_up, size)
+            buffers = self._do(self._staging.take, size).result()
+            state, after = self._run.restore(state, order, jax.device_put(buffers))
+            self._do(self._staging.give, buffers, after)
         return state

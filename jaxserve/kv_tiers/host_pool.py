@@ -23,10 +23,10 @@ class HostPool:
         return len(self._payloads)
 
     def put(self, names: Sequence[int], blocks: Payload) -> None:
-        """Keep blocks [fold, E, ...], the first of which bear these names."""
+        """Keep blocks [E, fold, ...], the first of which bear these names."""
         for i, name in enumerate(names):
             # Copied, for the blocks come with padding.
-            self._payloads[name] = {k: v[:, i].copy() for k, v in blocks.items()}
+            self._payloads[name] = {k: v[i].copy() for k, v in blocks.items()}
 
     def add(self, name: int, payload: Payload) -> None:
         """Keep one block, as it is."""
@@ -36,18 +36,11 @@ class HostPool:
         """The block of a name."""
         return self._payloads[name]
 
-    def get(self, names: Sequence[int], size: int) -> Payload:
-        """Blocks [fold, size, ...] that begin with those of these names."""
-        payloads = [self._payloads[name] for name in names]
-        first = payloads[0]
-        out = {
-            group: np.zeros((rows.shape[0], size, *rows.shape[1:]), rows.dtype)
-            for group, rows in first.items()
-        }
-        for i, payload in enumerate(payloads):
-            for group, rows in payload.items():
-                out[group][:, i] = rows
-        return out
+    def get(self, names: Sequence[int], out: Payload) -> None:
+        """Copy blocks to the start of `out`, [len(names) or more, fold, ...]."""
+        for i, name in enumerate(names):
+            for group, rows in self._payloads[name].items():
+                out[group][i] = rows
 
     def all(self) -> dict[int, Payload]:
         """Every block by name."""
