@@ -189,13 +189,16 @@ class Transfers:
     def _stage(self, fetch: Fetch) -> list[Blocks]:
         """Copy payloads to the device."""
         start_s = self._clock()
-        pieces, buffers = [], []
+        buffers = []
         for names in self._parts(fetch.names):
             buffers.append(self._staging.take(bucket(len(names), self._sizes)))
             self._host.get(names, buffers[-1])
-            pieces.append(jax.device_put(buffers[-1]))
-        jax.block_until_ready(pieces)
-        self._stage_s[fetch.number] = self._clock() - start_s
+        copied_s = self._clock() - start_s
+        pieces = jax.block_until_ready([jax.device_put(rows) for rows in buffers])
+        seconds = self._clock() - start_s
+        # On a CPU the blocks are copied once more, into the pages. When that ends shows
+        # only once this thread gets a core and the interpreter, milliseconds later.
+        self._stage_s[fetch.number] = seconds + copied_s * self._on_cpu
         self._buffers[fetch.number] = buffers
         self._fetched.append(fetch.number)
         self._wake.set()
@@ -230,11 +233,7 @@ class Transfers:
 
     def _time_restore(self, fetch: Fetch, before: jax.Array, after: jax.Array) -> None:
         seconds = self._stage_s.pop(fetch.number)
-        if self._on_cpu:
-            # The blocks are copied once more, into the pages. When that ends shows only
-            # once this thread gets a core and the interpreter, milliseconds later.
-            seconds *= 2
-        else:
+        if not self._on_cpu:
             jax.block_until_ready(before)
             start_s = time.perf_counter()
             jax.block_until_ready(after)
