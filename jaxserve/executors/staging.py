@@ -59,17 +59,20 @@ class Staging:
             self._lent.append((after, buffers))
             return
         size = len(next(iter(buffers.values())))
-        free = self._free[size]
-        if (len(free) + 1) * size <= max(size, self._kept):
-            free.append(buffers)
+        if self._room(size) > 0:
+            self._free[size].append(buffers)
 
     def warm_up(self, size: int) -> None:
         """Touch the memory of as many buffers as are kept."""
-        for _ in range(max(self._kept // size, 1) - len(self._free[size])):
+        for _ in range(self._room(size)):
             buffers = self._make(size)
             for rows in buffers.values():
                 rows[:] = 0
             self.give(buffers)
+
+    def _room(self, size: int) -> int:
+        """How many more buffers of a size are kept."""
+        return max(self._kept // size, 1) - len(self._free[size])
 
     def _make(self, size: int) -> Buffers:
         return {

@@ -305,7 +305,7 @@ class Transfers:
             self._disk.outcomes()  # what is under way is not the snapshot's
         self._host.replace(saved["payloads"])
         self._staged = {}
-        self._buffers = {}  # of arrays that live as long as they are read
+        self._buffers = {}  # not taken back: launches may still read them
         for number, pieces in saved["staged"].items():
             job = self._staged[number] = Future()
             job.set_result(jax.device_put(pieces))
