@@ -30,7 +30,7 @@ from jaxserve.models.base import (
     num_swap_blocks,
 )
 from jaxserve.models.detokenizer import Decodes
-from jaxserve.models.replacement import replacement
+from jaxserve.models.replacement import check_mesh, replacement
 from jaxserve.outputs import RequestOutput
 from jaxserve.reports import Reports
 from jaxserve.sampling_params import SamplingParams
@@ -62,6 +62,10 @@ class Engine:
       executor: makes what runs the plans; default JAX's default device.
       on_event: called with every `core.Event`, in order, once the engine is whole
         again: it may submit and abort requests.
+
+    Raises:
+      ValueError: a field of the config that does not fit the model, or weights on a
+        mesh with an Explicit axis.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Engine:
         on_event: Callable[[Event], None] | None = None,
     ):
         self.config = config or EngineConfig()
+        check_mesh(params)
         blocks = num_blocks(model, self.config)
         self.shape = self.config.shape(
             blocks, len(model.eos_ids), padding_is_free=skip_padding(params)

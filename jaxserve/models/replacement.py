@@ -1,4 +1,4 @@
-"""New weights for a model that runs: whether they can take the old ones' place.
+"""Weights of an engine: where they may lie, and whether new ones can take their place.
 
 Owns the comparison. Never sees a checkpoint or an engine.
 """
@@ -23,8 +23,8 @@ def replacement(model: Model, current: Params, new: Params) -> Params:
     out as the current ones are (`Model.prepare`, O(weights)).
 
     Raises:
-      ValueError: naming the first leaf of other shape or dtype, of an explicit mesh, or
-        the one that is missing or has no place.
+      ValueError: naming the first leaf of other shape or dtype, the one that is missing
+        or has no place, or as `check_mesh`.
     """
     if not _alike(current, new):
         new = _prepared(model, current, new)
@@ -41,6 +41,17 @@ def replacement(model: Model, current: Params, new: Params) -> Params:
                 f"and must be {old.dtype}{list(old.shape)}, as what it replaces; "
                 "convert it, or make another engine"
             )
+    check_mesh(new)
+    return jax.tree.map(_settled, new)
+
+
+def check_mesh(params: Params) -> None:
+    """Check that programs can take weights from where they lie.
+
+    Raises:
+      ValueError: naming the first leaf on a mesh that has an Explicit axis.
+    """
+    for path, leaf in tree_util.tree_leaves_with_path(params):
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
         if mesh is not None and AxisType.Explicit in mesh.axis_types:
             raise ValueError(
@@ -49,7 +60,6 @@ def replacement(model: Model, current: Params, new: Params) -> Params:
                 "to the compiler: none may be Explicit; put it on a mesh of "
                 "AxisType.Auto"
             )
-    return jax.tree.map(_settled, new)
 
 
 def _alike(current: Params, new: Params) -> bool:

@@ -187,6 +187,8 @@ def test_arrays_of_an_explicit_mesh_are_refused_and_the_engine_goes_on() -> None
     with pytest.raises(ValueError, match=r"\['bias'\].*Explicit.*AxisType.Auto"):
         served.engine.update_params(sharded(weights(5), AxisType.Explicit))
     assert served.run("0", PROMPT, 5).outputs[0].token_ids == direct(PROMPT, 5)
+    with pytest.raises(ValueError, match=r"\['bias'\].*Explicit.*AxisType.Auto"):
+        Engine(MODEL, sharded(weights(0), AxisType.Explicit), JAX)
 
 
 @pytest.mark.parametrize(
