@@ -30,7 +30,8 @@ from jaxserve.models.base import (
     num_swap_blocks,
 )
 from jaxserve.models.detokenizer import Decodes
-from jaxserve.models.replacement import check_mesh, replacement
+from jaxserve.models.mesh import on_auto_axes
+from jaxserve.models.replacement import replacement
 from jaxserve.outputs import RequestOutput
 from jaxserve.reports import Reports
 from jaxserve.sampling_params import SamplingParams
@@ -64,8 +65,7 @@ class Engine:
         again: it may submit and abort requests.
 
     Raises:
-      ValueError: a field of the config that does not fit the model, or weights on a
-        mesh with an Explicit axis.
+      ValueError: a field of the config that does not fit the model.
     """
 
     def __init__(
@@ -80,17 +80,16 @@ class Engine:
         on_event: Callable[[Event], None] | None = None,
     ):
         self.config = config or EngineConfig()
-        check_mesh(params)
         blocks = num_blocks(model, self.config)
         self.shape = self.config.shape(
             blocks, len(model.eos_ids), padding_is_free=skip_padding(params)
         )
         if policy is not None:
             check_is_policy("policy", policy)
-        self.model, self.params = model, params
+        self.model, self.params = model, on_auto_axes(params)
         self._tokenizer = tokenizer
         self.executor = (executor or _jax_executor(self.config))(
-            model, params, self.shape
+            model, self.params, self.shape
         )
         swap_blocks = num_swap_blocks(model, self.config)
         disk_blocks = num_disk_blocks(model, self.config)

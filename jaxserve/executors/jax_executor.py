@@ -28,6 +28,7 @@ from jaxserve.executors.transfers import Transfers
 from jaxserve.kv_tiers.block_file import layout
 from jaxserve.kv_tiers.disk_store import DiskStore
 from jaxserve.models.base import Model, Params, block_bytes
+from jaxserve.models.mesh import off_mesh
 from jaxserve.moves import STILL, Arrived, Label, Moves, Transferred
 from jaxserve.processors import Processors, Setup, pack_setup
 
@@ -51,6 +52,7 @@ class JaxExecutor:
       store: blocks on disk; None = there is none.
     """
 
+    @off_mesh
     def __init__(
         self,
         model: Model,
@@ -137,6 +139,7 @@ class JaxExecutor:
         if self._store is not None:
             self._store = self._transfers.renew_store(self.fingerprint())
 
+    @off_mesh
     def release_pages(self) -> None:
         """Free the memory of the KV pages; no block is used and nothing under way."""
         jax.block_until_ready(self._last)
@@ -144,6 +147,7 @@ class JaxExecutor:
             pages.delete()
         self._state = dataclasses.replace(self._state, pages={})
 
+    @off_mesh
     def restore_pages(self) -> None:
         """Take it again."""
         pages = device_state.init_pages(self._model, self._shape)
@@ -155,6 +159,7 @@ class JaxExecutor:
             self._mark = fingerprint(self._model, self._params, self._shape)
         return self._mark
 
+    @off_mesh
     def snapshot(self) -> Mapping[str, Any]:
         """The device state with the blocks in use, and the host's payloads."""
         state = jax.device_get(dataclasses.replace(self._state, pages={}))
@@ -171,6 +176,7 @@ class JaxExecutor:
             "transfers": self._transfers.snapshot(),
         }
 
+    @off_mesh
     def restore(self, saved: Mapping[str, Any], time_s: float) -> None:
         """Go on from there."""
         empty = dataclasses.replace(self._state, pages={})
@@ -206,6 +212,7 @@ class JaxExecutor:
         timed = self._transfers.timed()  # on a logical clock they do not count
         return self._clock.timed() if self._clock else timed
 
+    @off_mesh
     def submit(
         self, plan: StepPlan, who: Sequence[int], moves: Moves = STILL
     ) -> _Ticket:
@@ -255,6 +262,7 @@ class JaxExecutor:
             scores=Scores(*out.scores) if scored else None,
         )
 
+    @off_mesh
     def warmup(
         self,
         progress: Callable[[Iterable[tuple[int, int]]], Iterable[tuple[int, int]]],

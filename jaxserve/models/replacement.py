@@ -1,4 +1,4 @@
-"""Weights of an engine: where they may lie, and whether new ones can take their place.
+"""New weights for a model that runs: whether they can take the old ones' place.
 
 Owns the comparison. Never sees a checkpoint or an engine.
 """
@@ -10,22 +10,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import tree_util
-from jax.sharding import AxisType
 
 from jaxserve.models.base import Model, Params
+from jaxserve.models.mesh import off_mesh, on_auto_axes
 
 
+@off_mesh
 def replacement(model: Model, current: Params, new: Params) -> Params:
     """The new weights, as the compiled programs take them.
 
-    Arrays that are on a device stay where and as they are, sharding included; others
-    are brought to the default device once. Weights in the model's plain layout are laid
-    out as the current ones are (`Model.prepare`, O(weights)).
+    Arrays that are on a device stay where and as they are, sharding included (but see
+    `on_auto_axes`); others are brought to the default device once. Weights in the
+    model's plain layout are laid out as the current ones are (`Model.prepare`,
+    O(weights)).
 
     Raises:
-      ValueError: naming the first leaf of other shape or dtype, the one that is missing
-        or has no place, or as `check_mesh`.
+      ValueError: naming the first leaf of other shape or dtype, or the one that is
+        missing or has no place.
     """
+    new = on_auto_axes(new)
     if not _alike(current, new):
         new = _prepared(model, current, new)
     pairs = zip(
@@ -41,25 +44,7 @@ def replacement(model: Model, current: Params, new: Params) -> Params:
                 f"and must be {old.dtype}{list(old.shape)}, as what it replaces; "
                 "convert it, or make another engine"
             )
-    check_mesh(new)
     return jax.tree.map(_settled, new)
-
-
-def check_mesh(params: Params) -> None:
-    """Check that programs can take weights from where they lie.
-
-    Raises:
-      ValueError: naming the first leaf on a mesh that has an Explicit axis.
-    """
-    for path, leaf in tree_util.tree_leaves_with_path(params):
-        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
-        if mesh is not None and AxisType.Explicit in mesh.axis_types:
-            raise ValueError(
-                f"params{tree_util.keystr(path)} is sharded over a mesh with axes of "
-                f"the types {mesh.axis_types}, and the engine's programs leave layouts "
-                "to the compiler: none may be Explicit; put it on a mesh of "
-                "AxisType.Auto"
-            )
 
 
 def _alike(current: Params, new: Params) -> bool:

@@ -6,8 +6,10 @@ what follows. The oracle applies the model's definition to tokens with their mar
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxserve import Engine
+from jaxserve.executors.jax_executor import JaxExecutor
 from jaxserve.models.hash_model import HashModel, next_token
 from jaxserve.outputs import WeightSpan
 from tests.engine.harness import (
@@ -166,14 +169,17 @@ def sharded(params, axis_type: AxisType):
     return jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
 
 
-def test_sharded_arrays_are_taken_as_they_are() -> None:
-    engine = Engine(MODEL, sharded(weights(0), AxisType.Auto), JAX)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_arrays_are_taken_where_they_are(axis_type: AxisType) -> None:
+    engine = Engine(MODEL, sharded(weights(0), axis_type), JAX)
     compiles = []
     for version, mark in enumerate((0, 5, 9)):
-        new = sharded(weights(mark), AxisType.Auto)
+        new = sharded(weights(mark), axis_type)
         if version:
             engine.update_params(new)
-            assert engine.params["bias"] is new["bias"]
+            taken, given = engine.params["bias"], new["bias"]
+            assert taken.unsafe_buffer_pointer() == given.unsafe_buffer_pointer()
+            assert taken is given or axis_type == AxisType.Explicit
         told = _serve(engine, f"{version}", 4)
         prompt = list(range(1, 10))
         assert told.token_ids == continued(prompt, [], 4, lambda i, mark=mark: mark)
@@ -182,13 +188,31 @@ def test_sharded_arrays_are_taken_as_they_are() -> None:
     assert compiles[2] == compiles[1] <= compiles[0] + 1
 
 
-def test_arrays_of_an_explicit_mesh_are_refused_and_the_engine_goes_on() -> None:
-    served = Served(config(4, 1, 1, num_blocks=64))
-    with pytest.raises(ValueError, match=r"\['bias'\].*Explicit.*AxisType.Auto"):
-        served.engine.update_params(sharded(weights(5), AxisType.Explicit))
-    assert served.run("0", PROMPT, 5).outputs[0].token_ids == direct(PROMPT, 5)
-    with pytest.raises(ValueError, match=r"\['bias'\].*Explicit.*AxisType.Auto"):
-        Engine(MODEL, sharded(weights(0), AxisType.Explicit), JAX)
+def test_a_mesh_around_changes_no_program() -> None:
+    """Everything that touches the device, with a mesh set and without."""
+    shape = dataclasses.replace(JAX, num_blocks=9, num_swap_blocks=20)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+    first, second = weights(0), jax.tree.map(np.asarray, weights(5))
+
+    def all_of_it(engine: Engine) -> int:
+        executor = cast(JaxExecutor, engine.executor)
+        executor.warmup(iter, transfers=True)
+        told = [_serve(engine, "a", 4).token_ids]
+        engine.update_params(second)
+        told.append(_serve(engine, "b", 4).token_ids)
+        engine.release_kv()
+        engine.restore_kv()
+        engine.restore(engine.snapshot())
+        told.append(_serve(engine, "c", 4).token_ids)
+        prompt = list(range(1, 10))
+        assert told == [
+            continued(prompt, [], 4, lambda i, mark=mark: mark) for mark in (0, 5, 5)
+        ]
+        return engine.stats()["compiles"]
+
+    all_of_it(Engine(MODEL, first, shape))
+    with jax.set_mesh(mesh):
+        assert all_of_it(Engine(MODEL, first, shape)) == 0
 
 
 @pytest.mark.parametrize(
