@@ -6,7 +6,8 @@ S * kappa < B: prefill speed (tokens a second) times KV bytes of a token, agains
 bandwidth of the link. It counts the way back alone; both ways take twice as long.
 
 In simulation two models run over a sweep of bandwidths; --live serves SmolLM2 on this
-machine's own link, the modes in turn, and tells how near the predictions were.
+machine's own link, the modes in turn, and tells how near the predictions were. Then it
+simulates the same with that link, where no two runs differ.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from tqdm import tqdm
 from experiments import common, live_runs, preemption_picture
 from jaxserve import EngineConfig
 from jaxserve.core import Event
-from jaxserve.executors.cost_model import LinearCost
+from jaxserve.executors.cost_model import LinearCost, get_profile
 from jaxserve.executors.link import LinkCost
+from jaxserve.models.base import block_bytes
 from jaxserve.scheduling.policies import fcfs
 from jaxserve.scheduling.preemption import break_even_tokens_s
 from jaxserve.simulation import Results, simulate
@@ -117,17 +119,51 @@ def live(path: Path) -> list[dict[str, Any]]:
         first = round_ % 3  # another each time: machines get slower and faster
         for mode in (MODES[:3] * 2)[first : first + 3]:
             events: list[Event] = []
-            shape = config(mode, max_model_len=1024, max_num_seqs=32, num_blocks=160)
             results = live_runs.serve(
-                loaded, workload, shape, fcfs(), on_event=events.append
+                loaded, workload, _small(mode), fcfs(), on_event=events.append
             )
-            took_s = max(r.finished_s or 0.0 for r in results.requests) - min(
-                r.arrival_s or 0.0 for r in results.requests
-            )
-            row = {"round": round_, "mode": mode, "seconds": took_s}
+            row = {"clock": "wall", "round": round_, "mode": mode}
+            row |= {"seconds": took_s(results), "link_gbps": _gbps(results)}
             rows.append(row | measures(results) | errors(events))
             common.write_json_lines(path, rows)  # so far: each takes minutes
+    gbps = statistics.median(row["link_gbps"] for row in rows if row["link_gbps"])
+    rows += on_a_clock(workload, block_bytes(loaded.model, BLOCK), gbps)
+    common.write_json_lines(path, rows)
     return rows
+
+
+def on_a_clock(workload: Workload, num_bytes: int, gbps: float) -> list[dict[str, Any]]:
+    """The same simulated, with the costs of SmolLM2 on a CPU, as rows.
+
+    Args:
+      num_bytes: of a block. gbps: of the link, GB/s each way.
+    """
+    cost = get_profile("smollm2-cpu")
+    link, rows = LinkCost(block_s=num_bytes / (gbps * 1e9)), []
+    for mode in MODES[:3]:
+        results = simulate(workload, _small(mode), fcfs(), cost, link=link)
+        row = {"clock": "simulated", "round": None, "mode": mode}
+        row |= {"seconds": took_s(results), "link_gbps": gbps}
+        rows.append(row | measures(results) | errors(()))
+    return rows
+
+
+def took_s(results: Results) -> float:
+    """From the first arrival to the last end."""
+    starts = [r.arrival_s for r in results.requests if r.arrival_s is not None]
+    ends = [r.finished_s for r in results.requests if r.finished_s is not None]
+    return max(ends) - min(starts)
+
+
+def _small(mode: str) -> EngineConfig:
+    return config(mode, max_model_len=1024, max_num_seqs=32, num_blocks=160)
+
+
+def _gbps(results: Results) -> float | None:
+    """What the link carried while it was in use."""
+    stats = results.stats
+    seconds = stats["out_s"] + stats["in_s"]
+    return (stats["out_bytes"] + stats["in_bytes"]) / seconds / 1e9 if seconds else None
 
 
 def _short(n: int) -> Workload:
@@ -160,6 +196,7 @@ def errors(events: Sequence[Event]) -> dict[str, float | None]:
 def paired(rows: Sequence[Mapping[str, Any]]) -> str:
     """Of all rounds: seconds of "auto" against the better fixed mode, and how far off
     the predictions were in the median round."""
+    rows = [row for row in rows if row["clock"] == "wall"]
     took = {
         mode: [row["seconds"] for row in rows if row["mode"] == mode]
         for mode in MODES[:3]

@@ -10,8 +10,12 @@ import statistics
 
 import pytest
 
-from jaxserve.executors.cost_model import LinearCost
+from jaxserve import EngineConfig
+from jaxserve.executors.cost_model import LinearCost, get_profile
 from jaxserve.executors.link import LinkCost
+from jaxserve.scheduling.policies import fcfs
+from jaxserve.simulation import simulate
+from jaxserve.workloads import make_workload
 from tests.engine.harness import Served, by_priority, config, preempt
 from tests.serving import direct
 
@@ -117,3 +121,34 @@ def test_predictions_are_near_once_the_machine_is_known() -> None:
         for o in outcomes[20:]
     ]
     assert statistics.median(errors) <= 0.3
+
+
+@pytest.mark.parametrize("gbps", [0.003, 0.3, 1.0, 5.0, 20.0])
+def test_auto_is_not_slower_than_the_better_way_on_a_cpu(gbps: float) -> None:
+    """W5's lengths, all at once, with the costs of SmolLM2. A block in bfloat16 is keys
+    and values of 30 layers, 16 tokens and 3 heads of 64. Copies within a CPU's memory
+    come to gigabytes a second; at the least bandwidth to compute again is better."""
+    link = LinkCost(block_s=2 * 30 * 16 * 3 * 64 * 2 / (gbps * 1e9))
+    jobs = tuple(
+        job._replace(
+            arrival_s=0.0,
+            prompt_tokens=min(job.prompt_tokens // 2 + 1, 500),
+            output_tokens=min(job.output_tokens, 500),
+        )
+        for job in make_workload("W3", n=64, seed=1, rate=1.0)
+    )
+    took = {}
+    for mode in ("recompute", "swap", "auto"):
+        shape = EngineConfig(
+            max_model_len=1024,
+            max_num_seqs=32,
+            num_blocks=160,
+            num_swap_blocks=10_000,
+            enable_prefix_caching=False,
+            preemption_mode=mode,
+        )
+        results = simulate(jobs, shape, fcfs(), get_profile("smollm2-cpu"), link=link)
+        assert results.stats["preemptions"] > 20
+        took[mode] = max(request.finished_s or 0.0 for request in results.requests)
+    assert (took["recompute"] < took["swap"]) == (gbps < 0.01)
+    assert took["auto"] <= 1.05 * min(took["recompute"], took["swap"])
