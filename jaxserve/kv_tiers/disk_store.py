@@ -1,8 +1,8 @@
 """KV blocks as files in a directory, which outlives the process and may be shared.
 
 Owns names of files and how they come and go; a block's file appears whole or not at
-all. Never decides what is kept, and never sees a thread: calls take as long as the disk
-does.
+all. Never decides what is kept, and has no thread: calls take as long as the disk does.
+One thread may read while another writes.
 
 A model's blocks lie in a directory of their own, named by its fingerprint:
 `<key>.<parent>.<column>.kv`. What only one engine reads, and files half written, bear
@@ -17,6 +17,7 @@ import itertools
 import os
 import re
 import secrets
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -55,6 +56,9 @@ class DiskStore:
         self._mine = secrets.token_hex(8)
         self._count = itertools.count()
         self._known: set[str] = set()  # names of files of blocks
+        # While a name comes or goes, and while all are read: a file of ours that did so
+        # in between would be taken for another engine's.
+        self._naming = threading.Lock()
         self._lock: int | None = None
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -120,13 +124,14 @@ class DiskStore:
         try:
             self._write(half, data)
             name = self._name(label)
-            os.replace(half, self._folder / name)
+            with self._naming:
+                os.replace(half, self._folder / name)
+                if label.parent != NO_KEY:
+                    self._known.add(name)
         except OSError:
             with contextlib.suppress(OSError):
                 half.unlink(missing_ok=True)
             raise
-        if label.parent != NO_KEY:
-            self._known.add(name)
 
     def load(self, label: Label) -> Payload:
         """Read a block, which counts as its use.
@@ -148,8 +153,8 @@ class DiskStore:
     def erase(self, label: Label) -> None:
         """Remove a block, if it is there and can be removed."""
         name = self._name(label)
-        self._known.discard(name)
-        with contextlib.suppress(OSError):
+        with self._naming, contextlib.suppress(OSError):
+            self._known.discard(name)
             (self._folder / name).unlink(missing_ok=True)
 
     def _write(self, path: Path, data: bytes) -> None:
@@ -176,16 +181,15 @@ class DiskStore:
 
     def changes(self) -> Changes:
         """What others have written and removed."""
-        known = set(self._known)  # before it is read: files come and go meanwhile
-        try:
-            with os.scandir(self._folder) as entries:
-                labels = {entry.name: _label(entry.name) for entry in entries}
-        except OSError:
-            return Changes()
-        names = {name for name, label in labels.items() if label is not None}
-        found, gone = sorted(names - known), sorted(known - names)
-        self._known.update(found)
-        self._known.difference_update(gone)
+        with self._naming:
+            try:
+                with os.scandir(self._folder) as entries:
+                    labels = {entry.name: _label(entry.name) for entry in entries}
+            except OSError:
+                return Changes()
+            names = {name for name, label in labels.items() if label is not None}
+            found, gone = sorted(names - self._known), sorted(self._known - names)
+            self._known = names
         return Changes(
             tuple(label for name in found if (label := labels[name])),
             tuple(label.key for name in gone if (label := _label(name))),

@@ -3,11 +3,13 @@ at all."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -460,6 +462,37 @@ def test_a_file_that_comes_back_is_news_again(tmp_path: Path) -> None:
         assert same(second.load(A), seed)
         first.erase(A)
         assert second.changes() == Changes(gone=(A.key,))
+
+
+@pytest.mark.parametrize("first", ["save", "erase"])
+def test_what_it_does_itself_meanwhile_is_no_news(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread looks, while another saves before the directory is read and erases
+    after, or the other way round."""
+    store, scandir = open_store(tmp_path), os.scandir
+    orders = [lambda: store.save(A, block(0)), lambda: store.erase(A)]
+    if first == "erase":
+        store.save(A, block(0))
+        orders.reverse()
+    threads = [threading.Thread(target=order) for order in orders]
+
+    @contextlib.contextmanager
+    def slow(path: Path):
+        threads[0].start()
+        threads[0].join(0.2)  # it may be kept waiting
+        with scandir(path) as entries:
+            found = list(entries)
+        threads[1].start()
+        threads[1].join(0.2)
+        yield found
+
+    monkeypatch.setattr(os, "scandir", slow)
+    assert store.changes() == Changes()
+    monkeypatch.undo()
+    for thread in threads:
+        thread.join()
+    assert store.changes() == Changes()
 
 
 # Engines that died --------------------------------------------------------------------
