@@ -28,7 +28,7 @@ from jaxserve.executors.transfers import Transfers
 from jaxserve.kv_tiers.block_file import layout
 from jaxserve.kv_tiers.disk_store import DiskStore
 from jaxserve.models.base import Model, Params, block_bytes
-from jaxserve.models.mesh import off_mesh
+from jaxserve.models.mesh import beside, off_mesh
 from jaxserve.moves import STILL, Arrived, Label, Moves, Transferred
 from jaxserve.processors import Processors, Setup, pack_setup
 
@@ -79,7 +79,7 @@ class JaxExecutor:
         self._store = store
         self.block_bytes = block_bytes(model, shape.block_size)
         self._transfers = Transfers(model, shape, store)
-        self._state = device_state.init(model, shape)
+        self._state = beside(params, device_state.init(model, shape))
         # There when all that was submitted has run; no launch donates it.
         self._last: jax.Array = self._state.pool.num_free + 0
 
@@ -150,7 +150,7 @@ class JaxExecutor:
     @off_mesh
     def restore_pages(self) -> None:
         """Take it again."""
-        pages = device_state.init_pages(self._model, self._shape)
+        pages = beside(self._params, device_state.init_pages(self._model, self._shape))
         self._state = dataclasses.replace(self._state, pages=pages)
 
     def fingerprint(self) -> bytes:
@@ -187,7 +187,7 @@ class JaxExecutor:
             array = _by_block(pages[name], self._shape.num_blocks)
             array = array.at[:, saved["used"]].set(blocks)
             pages[name] = array.reshape(pages[name].shape)
-        self._state = dataclasses.replace(state, pages=pages)
+        self._state = beside(self._params, dataclasses.replace(state, pages=pages))
         self._last = self._state.pool.num_free + 0
         self._transfers.restore(saved["transfers"])
         if self._clock and saved["clock"]:

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models.base import Params
 
@@ -41,6 +41,15 @@ def off_mesh(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def on_auto_axes(params: Params) -> Params:
     """The weights where they are, not copied, with Auto axes for Explicit ones."""
     return jax.tree.map(_on_auto_axes, params)
+
+
+def beside(params: Params, tree: _T) -> _T:
+    """Arrays on every device of the mesh that the weights lie on, if they do on one."""
+    for leaf in jax.tree.leaves(params):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return jax.device_put(tree, NamedSharding(sharding.mesh, PartitionSpec()))
+    return tree
 
 
 def _on_auto_axes(leaf: Any) -> Any:
