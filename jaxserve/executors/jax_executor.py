@@ -133,9 +133,11 @@ class JaxExecutor:
             return self._transfers.wait(self._clock.arrived())
         return self._transfers.arrived()
 
+    @off_mesh
     def set_params(self, params: Params) -> None:
         """Other weights, of the same structure, shapes and dtypes, from now on."""
         self._params, self._mark = params, None
+        self._state = beside(params, self._state)
         if self._store is not None:
             self._store = self._transfers.renew_store(self.fingerprint())
 

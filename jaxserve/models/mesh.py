@@ -1,11 +1,11 @@
-"""Meshes of the program around: what of them reaches compiled programs, and what not.
+"""Devices and meshes of the program around: what of them reaches an engine.
 
-Owns how weights that lie on a mesh are taken. Never sees a model.
+Owns how weights are taken where they lie. Never sees a model.
 
 JAX types arrays by a mesh with Explicit axes, as `jax.make_mesh` makes it, and all that
-is made and compiled while a mesh is set by that one. Of an engine only the weights lie
-on a mesh. Its programs leave layouts to the compiler, and are the same wherever the
-engine is called from.
+is made and compiled while a mesh is set by that one. An engine lies where its weights
+do. Its programs leave layouts to the compiler, and are the same wherever the engine is
+called from.
 """
 
 from __future__ import annotations
@@ -44,11 +44,14 @@ def on_auto_axes(params: Params) -> Params:
 
 
 def beside(params: Params, tree: _T) -> _T:
-    """Arrays on every device of the mesh that the weights lie on, if they do on one."""
+    """The arrays where weights lie, on every device of a mesh; those of weights that
+    were put nowhere stay."""
     for leaf in jax.tree.leaves(params):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            return jax.device_put(tree, NamedSharding(sharding.mesh, PartitionSpec()))
+        if isinstance(leaf, jax.Array) and leaf.committed:
+            where = leaf.sharding
+            if isinstance(where, NamedSharding):
+                where = NamedSharding(where.mesh, PartitionSpec())
+            return jax.device_put(tree, where)
     return tree
 
 

@@ -1,4 +1,4 @@
-"""Weights on a mesh of two devices: the same tokens, and no program after warm-up."""
+"""Weights on other devices and on meshes: the same tokens, no program after warm-up."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def serve():
     told = {}
     for i, (name, prompt) in enumerate(prompts.items()):
         extra = {"logit_bias": {1: 0.0}} if i % 2 else {}
-        params = greedy(18, logprobs=2, **extra)
-        engine.add_request(name, prompt, params, priority=3 - i % 3)
+        sampling = greedy(18, logprobs=2, **extra)
+        engine.add_request(name, prompt, sampling, priority=3 - i % 3)
         told |= {output.request_id: output for output in engine.step()}
     while engine.has_unfinished_requests():
         told |= {output.request_id: output for output in engine.step()}
@@ -65,14 +65,75 @@ print(jax.device_count(), engine.stats()["compiles"] - before)
 """
 
 
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_on_two_devices_nothing_compiles_after_warm_up(axis_type: str) -> None:
-    flags = "--xla_force_host_platform_device_count=2"
+def run(script: str, devices: int, *args: str) -> list[str]:
+    """What a script prints with so many devices."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
     ran = subprocess.run(
-        [sys.executable, "-c", SERVES, axis_type],
+        [sys.executable, "-c", script, *args],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == ["2", "0"]
+    return ran.stdout.split()
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_on_two_devices_nothing_compiles_after_warm_up(axis_type: str) -> None:
+    assert run(SERVES, 2, axis_type) == ["2", "0"]
+
+
+MOVES = """
+import itertools
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxserve import Engine
+from jaxserve.models.hash_model import HashModel
+from tests.engine.harness import JAX
+from tests.serving import direct, greedy
+
+model = HashModel()
+one, two, *_ = devices = jax.devices()
+
+
+def on_mesh(*devices):
+    mesh = Mesh(np.array(devices), ("x",))
+    return jax.device_put(model.init_params(), NamedSharding(mesh, PartitionSpec()))
+
+
+kinds = {
+    "anywhere": model.init_params(),
+    "one": jax.device_put(model.init_params(), one),
+    "two": jax.device_put(model.init_params(), two),
+    "a mesh": on_mesh(*devices[:2]),
+    "another": on_mesh(*devices[2:]),
+}
+
+
+def finish(engine):
+    told = []
+    while engine.has_unfinished_requests():
+        told += engine.step()
+    return told[-1].outputs[0].token_ids
+
+
+def serve(engine):
+    engine.add_request("r", range(1, 10), greedy(5))
+    assert finish(engine) == direct(range(1, 10), 5)
+
+
+for first, then in itertools.product(kinds, kinds):
+    engine = Engine(model, kinds[first], JAX)
+    serve(engine)
+    engine.add_request("running", range(1, 10), greedy(9))
+    engine.step()
+    engine.update_params(kinds[then], "recompute")
+    assert finish(engine) == direct(range(1, 10), 9), (first, then)
+    serve(engine)
+print(len(devices))
+"""
+
+
+def test_weights_may_move_to_other_devices() -> None:
+    assert run(MOVES, 4) == ["4"]
